@@ -1,0 +1,93 @@
+"""The command `kvrelay export`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvrelay.errors import ParameterError
+
+__all__ = ["export"]
+
+DEFAULT_VERIFY = "1x2,1x4,1x8,1x16,4x16"
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    shapes = []
+    for part in _list(text):
+        match = re.fullmatch(r"(\d+)x(\d+)", part)
+        if match is None:
+            raise ParameterError(f"--verify {part!r}: give shapes as GROUPxWINDOW, for example {DEFAULT_VERIFY}")
+        shapes.append((int(match[1]), int(match[2])))
+    return tuple(dict.fromkeys(shapes))
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(help="Hugging Face directory, hub id, .gguf file, or smollm2-135m-instruct.")
+    ] = "smollm2-135m-instruct",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Bundle folder [engines/NAME].")] = None,
+    name: Annotated[str | None, typer.Option(help="Model name written to the bundle.")] = None,
+    precisions: Annotated[str, typer.Option(help="Target precisions: fp32, int8, int4.")] = "fp32,int4",
+    drafts: Annotated[
+        str | None,
+        typer.Option(help='Drafts: int8-dynamic, int8, int4, skip [int8-dynamic, skip if a list is known]; "" for none.'),
+    ] = None,
+    draft_model: Annotated[
+        list[str] | None, typer.Option(help="Separate draft model with the same tokenizer; may be repeated.")
+    ] = None,
+    dialect: Annotated[str, typer.Option(help="ort or standard.")] = "ort",
+    verify: Annotated[str, typer.Option(help="Fixed verify shapes, GROUPxWINDOW.")] = DEFAULT_VERIFY,
+    prefill: Annotated[int, typer.Option(help="Tokens in a fixed prefill chunk.")] = 64,
+    context: Annotated[int, typer.Option(help="Most tokens of prompt and output together.")] = 2048,
+    skip: Annotated[str | None, typer.Option(help='Skip list, for example "attention.3,mlp.7".')] = None,
+    search_skip: Annotated[bool, typer.Option("--search-skip", help="Search the skip list (minutes).")] = False,
+    draft_kv: Annotated[str, typer.Option(help="Cache dtype of the drafts: float32 or float16.")] = "float32",
+) -> None:
+    """Export a checkpoint: draft with dynamic axes, target verifier at fixed shapes, each checked against torch."""
+    for option, value, allowed in (
+        ("--dialect", dialect, ("ort", "standard")),
+        ("--draft-kv", draft_kv, ("float32", "float16")),
+        *(("--precisions", p, ("fp32", "int8", "int4", "int8-dynamic")) for p in _list(precisions)),
+    ):
+        if value not in allowed:
+            raise ParameterError(f"{option} {value}: one of {', '.join(allowed)}")
+    console = Console(stderr=True)
+    with console.status("importing torch"):
+        from .exporter import ExportOptions, default_drafts, export_bundle
+        from .source import DEFAULT_MODEL
+
+    if name is None:
+        name = DEFAULT_MODEL if source == DEFAULT_MODEL else Path(source).name.removesuffix(".gguf")
+    options = ExportOptions(
+        source=source,
+        output=output or Path("engines") / name,
+        name=name,
+        dialect=dialect,  # type: ignore[arg-type]
+        precisions=_list(precisions),  # type: ignore[arg-type]
+        drafts=default_drafts(source, dialect, skip is not None or search_skip) if drafts is None else _list(drafts),
+        draft_models=tuple(draft_model or ()),
+        verify=_shapes(verify),
+        prefill=prefill,
+        context=context,
+        skip=None if skip is None else _list(skip),
+        search_skip=search_skip,
+        draft_kv=draft_kv,  # type: ignore[arg-type]
+    )
+    with console.status("starting") as status:
+
+        def progress(line: str) -> None:
+            status.update(line)
+            if line.startswith(("checked", "skip search")) or not console.is_terminal:
+                console.print(line, highlight=False)
+
+        bundle = export_bundle(options, progress)
+    console.print(f"bundle: {bundle}", highlight=False)

@@ -1,0 +1,49 @@
+"""From the traced program to an engine's graph: dialect, precision, skip list and cache dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+from kvrelay.manifest import Dialect, Precision
+
+from .dialect_ort import lower_ort, quantize_ort, store_kv_as
+from .dialect_standard import lower_standard, quantize_standard
+from .errors import ExportError
+from .graph import cancel_reshapes, drop_sublayers, name_weights, prune
+
+__all__ = ["lower"]
+
+
+def lower(
+    program: ir.Model,
+    dialect: Dialect,
+    precision: Precision,
+    *,
+    skip: Collection[str] = (),
+    kv_dtype: str = "float32",
+) -> ir.Model:
+    """Return the graph of one engine; ``program`` is left as it is.
+
+    Raises:
+        ExportError: the dialect does not have the precision or the cache dtype.
+    """
+    model = program.clone()
+    name_weights(model)
+    drop_sublayers(model, skip)
+    cancel_reshapes(model)
+    if dialect == "ort":
+        lower_ort(model)
+        if precision != "fp32":
+            quantize_ort(model, precision)
+        if kv_dtype != "float32":
+            store_kv_as(model, ir.DataType.FLOAT16)
+    else:
+        if kv_dtype != "float32":
+            raise ExportError(f"a {kv_dtype} KV cache with fp32 engines is part of the ort dialect only")
+        lower_standard(model)
+        if precision != "fp32":
+            quantize_standard(model, precision)
+    prune(model)
+    return model

@@ -1,0 +1,69 @@
+"""Weight quantisation: symmetric int4 and int8 in blocks of 32, and int8 a column for dynamic activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+__all__ = ["BLOCK", "BlockQuantized", "dequantize_blocks", "quantize_blocks", "quantize_columns"]
+
+BLOCK = 32
+# Shrinking the range a little trades clipping of the largest weight for finer steps; the best of these by squared
+# error is taken for each block.
+_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockQuantized:
+    """A weight ``[K, N]`` as integers and positive scales along K."""
+
+    values: np.ndarray  # int8 [N, K], in -2**(bits-1) .. 2**(bits-1) - 1
+    scales: np.ndarray  # float32 [N, K / BLOCK]
+    bits: int
+
+
+def quantize_blocks(weight: np.ndarray, bits: int) -> BlockQuantized:
+    """Quantise ``weight`` ``[K, N]`` (float32) in blocks of 32 along K to ``bits`` bits.
+
+    Raises:
+        ValueError: K is not a multiple of 32.
+    """
+    k, n = weight.shape
+    if k % BLOCK:
+        raise ValueError(f"block quantisation needs an input width divisible by {BLOCK}, got {k}")
+    blocks = torch.from_numpy(np.ascontiguousarray(weight.T)).view(n, k // BLOCK, BLOCK)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    best_error: torch.Tensor | None = None
+    for shrink in _SHRINK if bits == 4 else (1.0,):
+        scale = largest * (shrink / high)
+        q = torch.clamp(torch.round(blocks / scale), low, high)
+        error = (q * scale - blocks).square().sum(-1, keepdim=True)
+        if best_error is None:
+            best_error, best_scale, best_q = error, scale, q
+        else:
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_scale = torch.where(better, scale, best_scale)
+            best_q = torch.where(better, q, best_q)
+    values = best_q.to(torch.int8).view(n, k).numpy()
+    return BlockQuantized(values, best_scale.squeeze(-1).float().contiguous().numpy(), bits)
+
+
+def dequantize_blocks(quantized: BlockQuantized) -> np.ndarray:
+    """Return the float32 weight ``[K, N]`` that ``quantized`` stands for."""
+    n, k = quantized.values.shape
+    blocks = quantized.values.reshape(n, -1, BLOCK).astype(np.float32) * quantized.scales[..., None]
+    return np.ascontiguousarray(blocks.reshape(n, k).T)
+
+
+def quantize_columns(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise ``weight`` ``[K, N]`` to int8 with one positive scale a column.
+
+    Returns:
+        int8 ``[K, N]`` and float32 scales ``[N]``.
+    """
+    scale = np.maximum(np.abs(weight).max(axis=0), 1e-12).astype(np.float32) / np.float32(127)
+    return np.clip(np.rint(weight / scale), -127, 127).astype(np.int8), scale

@@ -1,0 +1,94 @@
+"""The box's cache: facts and files that belong to this machine and not to a bundle.
+
+``$KVRELAY_CACHE`` names the folder; otherwise ``kvrelay-cache`` beside the bundle is used or, where that cannot be
+written, ``$XDG_CACHE_HOME/kvrelay`` (``~/.cache/kvrelay``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .errors import CacheDirectoryError
+
+__all__ = ["cache_directory", "cpu_identity", "lock", "publish_json", "read_json"]
+
+
+def cache_directory(bundle: Path) -> Path:
+    """Return the folder for what this box knows about ``bundle``, created and writable.
+
+    Raises:
+        CacheDirectoryError: none of the candidates can be written; the message lists them.
+    """
+    named = os.environ.get("KVRELAY_CACHE")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+    candidates = [Path(named)] if named else [bundle.parent / "kvrelay-cache", user]
+    digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
+    problems = []
+    for candidate in candidates:
+        folder = candidate / digest[:16]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            problems.append(f"{folder}: {error.strerror or error}")
+    raise CacheDirectoryError(
+        f"no folder for the box's cache can be written ({'; '.join(problems)}); "
+        "set KVRELAY_CACHE to a writable folder with room for about twice the bundle"
+    )
+
+
+@lru_cache(maxsize=1)
+def cpu_identity() -> str:
+    """Return a digest of the CPU model and its instruction sets: packed weights and bits depend on both."""
+    facts = [platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "flags", "Features", "CPU part"):
+                facts.append(" ".join(sorted(value.split())))
+            if not key.strip() and len(facts) > 2:
+                break
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the cache's lock: one process prepares or probes at a time, the others find its result."""
+    with open(folder / "lock", "a+b") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def publish_json(path: Path, data: Any) -> None:
+    """Write ``data`` to ``path`` so that a reader sees the old file or the new one, whole."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "w") as handle:
+            json.dump(data, handle, indent=1)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def read_json(path: Path) -> Any | None:
+    """Return the content of ``path``, or None if it is absent or not JSON (it is then made again)."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,54 @@
+"""The engine contract: tensor names, axes and roles that exporter, manifest and runtime share.
+
+========================== =================== =======================================================
+tensor                     shape               meaning
+========================== =================== =======================================================
+``input_ids``              ``[B, S]``          int64 token ids
+``write_index``            ``[B]``             int64 valid KV entries before the pass; row b writes at
+                                               ``write_index[b] .. write_index[b] + S - 1``
+``logit_rows``             ``[B, R]``          int64 positions of the pass whose logits are wanted
+``past_key.i`` and         ``[B, Hkv, Lmax,    the KV cache, at fixed capacity
+``past_value.i``           D]``
+``present_key.i`` and      same                the same memory as past, updated in place
+``present_value.i``
+``logits``                 ``[B, R, V]``       float32
+========================== =================== =======================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+INPUT_IDS = "input_ids"
+WRITE_INDEX = "write_index"
+LOGIT_ROWS = "logit_rows"
+LOGITS = "logits"
+
+# Names of the dynamic axes.
+BATCH = "batch"
+SEQUENCE = "sequence"
+ROWS = "rows"
+
+# Kinds of sublayer, as written in a skip list: "attention.3", "mlp.17".
+ATTENTION = "attention"
+MLP = "mlp"
+
+
+def past_names(layers: Iterable[int]) -> list[str]:
+    """Names of the cache inputs, key before value, in layer order."""
+    return [f"past_{kind}.{i}" for i in layers for kind in ("key", "value")]
+
+
+def present_names(layers: Iterable[int]) -> list[str]:
+    """Names of the cache outputs, in the order of :func:`past_names`."""
+    return [f"present_{kind}.{i}" for i in layers for kind in ("key", "value")]
+
+
+def input_names(layers: Iterable[int]) -> list[str]:
+    """All input names of an engine in graph order."""
+    return [INPUT_IDS, WRITE_INDEX, LOGIT_ROWS, *past_names(layers)]
+
+
+def output_names(layers: Iterable[int]) -> list[str]:
+    """All output names of an engine in graph order."""
+    return [LOGITS, *present_names(layers)]

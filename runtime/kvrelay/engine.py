@@ -1,0 +1,50 @@
+"""The engine protocol: what the loop needs of a backend."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .kv import KVCache
+from .manifest import EngineEntry
+
+__all__ = ["BoundPass", "Engine"]
+
+
+class BoundPass(Protocol):
+    """One engine bound to one run of slots at one width.
+
+    The arrays are the engine's own input and output memory: write the inputs in place, call :meth:`run`, read
+    ``logits``. Not thread-safe; ``logits`` is a view that the next run overwrites.
+    """
+
+    input_ids: npt.NDArray[np.int64]  # [B, S]
+    write_index: npt.NDArray[np.int64]  # [B]
+    logit_rows: npt.NDArray[np.int64]  # [B, R]
+    logits: npt.NDArray[np.float32]  # [B, R, V]
+    seconds: float  # time spent inside the engine so far
+    runs: int
+
+    def run(self) -> None:
+        """Run the engine once.
+
+        Raises:
+            EngineError: the backend reports a failure.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """A loaded engine. Thread-safe: each thread binds its own passes."""
+
+    entry: EngineEntry
+
+    def bind(self, cache: KVCache, width: int, rows: int, *, slot: int = 0, batch: int = 1) -> BoundPass:
+        """Bind ``batch`` neighbouring slots from ``slot`` on, ``width`` tokens a row, ``rows`` logit rows a row.
+
+        Raises:
+            EngineError: the shape is not one that the engine has, or the cache does not fit it.
+        """
+        ...

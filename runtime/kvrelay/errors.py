@@ -1,0 +1,56 @@
+"""Errors of kvrelay. Each message names the value, the limit and the way out."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendMissingError",
+    "BundleError",
+    "CacheDirectoryError",
+    "EngineError",
+    "ExactnessError",
+    "KvrelayError",
+    "MemoryBudgetError",
+    "ParameterError",
+    "PromptError",
+    "ThreadCountError",
+]
+
+
+class KvrelayError(Exception):
+    """Base of every error that kvrelay raises on purpose."""
+
+
+class BundleError(KvrelayError):
+    """A bundle is missing, damaged, or of another version."""
+
+
+class BackendMissingError(KvrelayError):
+    """No engine backend is installed."""
+
+
+class CacheDirectoryError(KvrelayError):
+    """The box's cache cannot be written."""
+
+
+class EngineError(KvrelayError):
+    """An engine failed to load or run, or returned values that are not numbers."""
+
+
+class ExactnessError(KvrelayError):
+    """The engines on this box cannot keep the promise that was asked for."""
+
+
+class MemoryBudgetError(KvrelayError):
+    """The KV cache does not fit in memory."""
+
+
+class ParameterError(KvrelayError, ValueError):
+    """A parameter is unknown, out of range, or contradicts another."""
+
+
+class PromptError(KvrelayError, ValueError):
+    """A prompt is empty, too long, or of the wrong type."""
+
+
+class ThreadCountError(KvrelayError):
+    """The process already runs its engines with another number of threads."""

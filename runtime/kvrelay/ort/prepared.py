@@ -1,0 +1,122 @@
+"""Prepare engines for this box: optimise once, keep packed weights once.
+
+ONNX Runtime packs weights into this CPU's layout, privately for each session: two sessions of one model would hold
+them twice. Its optimised model can be saved with the packed weights in an external file that later sessions map.
+Here all engines of a bundle share one such file, the pool: tensors and packed weights are kept by content hash, so
+that every engine, a layer-skipping draft included, maps the same pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from ..boxcache import cpu_identity, lock, publish_json, read_json
+from ..errors import CacheDirectoryError, EngineError
+from .external_data import ExternalData, redirect
+from .library import onnxruntime
+from .threads import load_session
+
+__all__ = ["prepare"]
+
+_ALIGNMENT = 64
+_PACKED = re.compile(r"(?P<head>.*\|)(?P<offset>\d+);(?P<length>\d+);(?P<tail>[^;]*)")
+
+
+def prepare(model: Path, sha256: str, cache: Path) -> Path:
+    """Return the prepared form of the ONNX file ``model``, made on first use.
+
+    Args:
+        model: an engine of a bundle.
+        sha256: its hash, part of the key.
+        cache: the bundle's folder in the box's cache.
+
+    Raises:
+        EngineError: ONNX Runtime refuses the model.
+        CacheDirectoryError: the cache ran out of space.
+    """
+    ort = onnxruntime()
+    folder = cache / f"ort-{ort.__version__}-{cpu_identity()}"
+    prepared = folder / f"{sha256[:32]}.onnx"
+    if prepared.exists():
+        return prepared
+    folder.mkdir(exist_ok=True)
+    with lock(folder):
+        if not prepared.exists():
+            try:
+                _prepare(model, prepared)
+            except OSError as error:
+                raise CacheDirectoryError(
+                    f"cannot prepare {model.name} in {folder}: {error.strerror or error}; "
+                    "free space there or set KVRELAY_CACHE to another folder"
+                ) from None
+    return prepared
+
+
+def _prepare(model: Path, prepared: Path) -> None:
+    ort = onnxruntime()
+    work = Path(tempfile.mkdtemp(dir=prepared.parent, prefix="work-"))
+    try:
+        options = ort.SessionOptions()
+        options.optimized_model_filepath = str(work / "model.onnx")
+        for key, value in (
+            ("session.optimized_model_external_initializers_file_name", "weights.bin"),
+            ("session.optimized_model_external_initializers_min_size_in_bytes", "1024"),
+            ("session.save_external_prepacked_constant_initializers", "1"),
+        ):
+            options.add_session_config_entry(key, value)
+        load_session(model, options)
+        pool = _Pool(prepared.parent)
+        with open(work / "weights.bin", "rb") if (work / "weights.bin").exists() else contextlib.nullcontext() as data:
+            graph = redirect((work / "model.onnx").read_bytes(), lambda entry: pool.adopt(entry, data))
+        pool.publish()
+        (work / "model.onnx").write_bytes(graph)
+        os.replace(work / "model.onnx", prepared)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+class _Pool:
+    """An append-only file of tensors, found by content. Used under the cache's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "weights.bin"
+        self.index_file = folder / "weights.json"
+        self.index: dict[str, int] = read_json(self.index_file) or {}
+        # Bytes after the last indexed tensor are what a killed run left behind; new tensors go over them.
+        self.end = self.index.get("end", 0)
+
+    def adopt(self, entry: ExternalData, source: object) -> ExternalData:
+        """Keep what ``entry`` points to in ``source`` and return the entry that points into the pool."""
+        new = dict(entry)
+        new["location"] = self.data.name
+        new["offset"] = str(self._keep(source, int(entry["offset"]), int(entry["length"])))
+        for key in [k for k in entry if k.startswith("prepacked")]:
+            match = _PACKED.fullmatch(entry[key])
+            if match is None:
+                raise EngineError(f"this ONNX Runtime writes packed weights in an unknown form: {entry[key]!r}")
+            offset = self._keep(source, int(match["offset"]), int(match["length"]))
+            new[key] = f"{match['head']}{offset};{match['length']};{match['tail']}"
+        return new
+
+    def _keep(self, source: object, offset: int, length: int) -> int:
+        source.seek(offset)  # type: ignore[attr-defined]
+        content = source.read(length)  # type: ignore[attr-defined]
+        key = hashlib.blake2b(content, digest_size=20).hexdigest()
+        if key not in self.index:
+            at = -(-self.end // _ALIGNMENT) * _ALIGNMENT
+            with open(self.data, "r+b" if self.data.exists() else "w+b") as pool:
+                pool.seek(at)
+                pool.write(content)
+            self.index[key] = at
+            self.end = at + length
+        return self.index[key]
+
+    def publish(self) -> None:
+        self.index["end"] = self.end
+        publish_json(self.index_file, self.index)
