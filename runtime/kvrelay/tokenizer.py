@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as _Backend
 from .bundle import Bundle
 from .errors import BundleError, PromptError
 
-__all__ = ["Message", "Tokenizer", "first_difference"]
+__all__ = ["Message", "Prompt", "Tokenizer", "first_difference"]
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]

@@ -1,0 +1,148 @@
+"""Choose the draft and its length from stored costs and the request's own history.
+
+Time per committed token with k candidates of acceptance a and a verify window of N:
+``(k * t_draft + t_verify(N)) / E``, ``E = 1 + a + ... + a**k`` (arXiv 2211.17192, equation 1). Live timings are never
+looked at, so equal runs on one box choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .drafters import Drafter
+from .request import Request
+
+__all__ = ["Costs", "Plan", "Policy", "break_even", "expected_tokens"]
+
+# A draft must promise this much over the alternative before it is used: stored costs are not exact.
+_MARGIN = 1.03
+# Weight of the prior, in evaluated tokens, and how fast evidence fades, for each window and each plain step.
+_PRIOR_WEIGHT = 6.0
+_FADE_WINDOW = 0.95
+_FADE_PLAIN = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Stored milliseconds on this box."""
+
+    plain: float
+    verify: dict[int, float]  # by window size
+    draft: dict[str, float]  # one step, by draft name; 0 for a lookup
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is known about one drafter's acceptance in this request."""
+
+    prior: float
+    evaluated: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        return (self.accepted + self.prior * _PRIOR_WEIGHT) / (self.evaluated + _PRIOR_WEIGHT)
+
+    def fade(self, factor: float) -> None:
+        self.evaluated *= factor
+        self.accepted *= factor
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One window to come. No drafter means a plain step."""
+
+    drafter: Drafter | None
+    candidates: list[int]  # already known, from a lookup
+    count: int  # candidates to draft otherwise
+    window: int
+
+
+def expected_tokens(acceptance: float, count: int) -> float:
+    """Tokens that a window of ``count`` candidates commits on average."""
+    return sum(acceptance**i for i in range(count + 1))
+
+
+def break_even(costs: Costs, draft: str) -> float | None:
+    """Return the least acceptance at which ``draft`` is faster than plain steps, None if there is none."""
+    for percent in range(101):
+        a = percent / 100
+        best = min(
+            (k * costs.draft[draft] + t) / expected_tokens(a, k) for n, t in costs.verify.items() for k in range(1, n)
+        )
+        if best < costs.plain:
+            return a
+    return None
+
+
+@dataclass(slots=True)
+class Policy:
+    """Plans the windows of one request.
+
+    Args:
+        drafters: the candidates, lookups first.
+        costs: of this box.
+        windows: verify windows that may be used, ascending.
+        priors: acceptance by draft name before anything was seen.
+        fixed: always draft as much as the window holds; otherwise drafting must pay.
+    """
+
+    drafters: Sequence[Drafter]
+    costs: Costs
+    windows: Sequence[int]
+    priors: dict[str, float]
+    fixed: bool
+    _tracks: dict[str, _Track] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tracks = {d.name: _Track(self.priors[d.name]) for d in self.drafters}
+
+    def plan(self, request: Request) -> Plan:
+        """Plan the next window: at most as many candidates as tokens may still be committed before the last."""
+        most = min(self.windows[-1], request.remaining) - 1
+        best: Plan | None = None
+        best_time = self.costs.plain / _MARGIN if not self.fixed else float("inf")
+        for drafter in self.drafters if most > 0 else ():
+            step = self.costs.draft[drafter.name]
+            known = drafter.propose(request, most) if step == 0 else []
+            if step == 0 and not known:
+                continue
+            time, count, window = self._best_length(drafter.name, step, len(known) or most)
+            if time < best_time:
+                best_time, best = time, Plan(drafter, known[:count], count, window)
+        return best or Plan(None, [], 0, 0)
+
+    def _best_length(self, name: str, step: float, most: int) -> tuple[float, int, int]:
+        """Return the least time per token and the count and window that give it."""
+        if self.fixed:
+            return 0.0, most, next(n for n in self.windows if n > most)
+        acceptance = self._tracks[name].acceptance
+        lengths = [(k, next(n for n in self.windows if n > k)) for k in range(1, most + 1)]
+        times = [(k * step + self.costs.verify[n]) / expected_tokens(acceptance, k) for k, n in lengths]
+        shortest = min(times)
+        # On a tie the longer draft: its extra rows are paid for.
+        index = max(i for i, t in enumerate(times) if t <= shortest * 1.000001)
+        return shortest, *lengths[index]
+
+    def learn(self, plan: Plan, evaluated: int, accepted: int) -> None:
+        """Take in the outcome of a window."""
+        if plan.drafter is None:
+            for track in self._tracks.values():
+                track.fade(_FADE_PLAIN)
+            return
+        track = self._tracks[plan.drafter.name]
+        track.fade(_FADE_WINDOW)
+        track.evaluated += evaluated
+        track.accepted += accepted
+
+    def summary(self) -> str:
+        """Say what the choice came to, with the break-even acceptance of each draft."""
+        if not self.drafters:
+            return "no draft"
+        parts = []
+        for name, track in self._tracks.items():
+            needed = break_even(self.costs, name)
+            limit = "never pays here" if needed is None else f"pays from {needed:.2f}"
+            parts.append(f"{name}: acceptance lately {track.acceptance:.2f}, {limit}")
+        return "; ".join(parts)

@@ -1,0 +1,68 @@
+"""One request: its tokens, its length in the cache, and when it ends."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .sampling import Sampler, log_probability
+from .stats import Stats
+from .text import TextStream
+
+__all__ = ["Request"]
+
+
+@dataclass(slots=True)
+class Request:
+    """State of a generation. Tokens in ``tokens`` are committed: they never change."""
+
+    tokens: list[int]  # prompt and output
+    limit: int  # most tokens in `tokens`: prompt plus max_new_tokens, or the context
+    sampler: Sampler
+    stream: TextStream
+    eos_ids: frozenset[int]
+    prompt_tokens: int = field(init=False)
+    kv_length: int = 0  # valid entries in the target's cache
+    scores: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: Stats = field(default_factory=Stats)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    _scratch: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+        self.stats.prompt_tokens = self.prompt_tokens
+        self._scratch = np.empty(self.sampler.vocab_size, np.float32)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be committed."""
+        return self.limit - len(self.tokens)
+
+    def decide(self, logits: np.ndarray) -> int:
+        """Return the next token by the target's float32 ``logits`` ``[V]`` and commit it with its score."""
+        token = self.sampler.pick(logits, len(self.tokens))
+        score = log_probability(logits[: self.sampler.vocab_size], token, self._scratch)
+        self.tokens.append(token)
+        self.scores.append(score)
+        self.sampler.observe(token)
+        return token
+
+    def advance_text(self) -> str:
+        """Take the last committed token into the text, end the request if it is the last, return the new text."""
+        token = self.tokens[-1]
+        if token in self.eos_ids:
+            self.finish_reason = "stop"
+            return ""
+        piece = self.stream.push(token)
+        if self.stream.stopped:
+            self.finish_reason = "stop"
+        elif self.remaining <= 0:
+            self.finish_reason = "length"
+        return piece

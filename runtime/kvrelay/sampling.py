@@ -1,0 +1,239 @@
+"""Position-keyed sampling: a token is a pure function of its logits, the seed and its position.
+
+With temperature 0 the most likely token is taken, the lowest id on a tie. Otherwise the Gumbel-max trick draws from
+the softmax: ``argmax(logit / temperature + g)`` with ``g = -log(-log(u))``, and u from a counter-based hash of
+(seed, position, token id), so that draft and verifier see the same noise and no state is carried between windows.
+Filters come first, in the order penalties, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import EngineError, ParameterError
+
+__all__ = ["Sampler", "SamplingParams", "gumbel", "log_probability"]
+
+Row = npt.NDArray[np.float32]
+
+# With u in [0.5, 2**32 - 0.5] / 2**32 the noise is bounded; tokens far enough below the leader cannot win.
+_NEAR = 6.0  # within this many nats of the leader, noise is always computed
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Every field has a value that turns it off."""
+
+    temperature: float = 0.0  # 0: the most likely token
+    top_k: int = 0  # keep the k most likely tokens; 0, or at least the vocabulary: off
+    top_p: float = 1.0  # keep the most likely tokens that together reach this probability; 1: off
+    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one; 0: off
+    repetition_penalty: float = 1.0  # divide positive, multiply negative logits of tokens seen so far (CTRL); 1: off
+    frequency_penalty: float = 0.0  # subtract for every time a token was generated; 0: off
+    presence_penalty: float = 0.0  # subtract once if a token was generated; 0: off
+
+    def __post_init__(self) -> None:
+        """Check every range.
+
+        Raises:
+            ParameterError: names the parameter, its value and the range.
+        """
+
+        def check(name: str, holds: bool, allowed: str) -> None:
+            if not holds:
+                raise ParameterError(f"{name}={getattr(self, name)!r}: {allowed}")
+
+        for name in self.__slots__:
+            value: Any = getattr(self, name)
+            number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+            check(name, number and math.isfinite(value), "a finite number is needed")
+        check("temperature", self.temperature >= 0, "0 (greedy) or more")
+        check("top_k", self.top_k == int(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or more")
+        check("top_p", 0 < self.top_p <= 1, "over 0, up to 1 (off); for the most likely token use temperature=0")
+        check("min_p", 0 <= self.min_p <= 1, "0 (off) to 1")
+        check("repetition_penalty", self.repetition_penalty > 0, "over 0; 1 is off")
+        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2; 0 is off")
+        check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2; 0 is off")
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+class Sampler:
+    """Chooses the tokens of one request, for its draft and its verifier alike.
+
+    Args:
+        params: the request's parameters.
+        seed: 0 to 2**64 - 1.
+        vocab_size: ids the tokenizer knows; columns beyond it are padding and never chosen.
+        prompt: the prompt's ids, seen by the repetition penalty.
+    """
+
+    def __init__(self, params: SamplingParams, seed: int, vocab_size: int, prompt: list[int]) -> None:
+        self.params = params
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self._ids = np.arange(vocab_size, dtype=np.uint32)
+        self._penalised = params.penalised
+        if self._penalised:
+            self._prompt = np.zeros(vocab_size, bool)
+            self._prompt[prompt] = True
+            self._generated = np.zeros(vocab_size, np.int32)
+
+    def observe(self, token: int) -> None:
+        """Count a token that now precedes the next position."""
+        if self._penalised:
+            self._generated[token] += 1
+
+    def forget(self, token: int) -> None:
+        """Undo :meth:`observe` for a token that was only a candidate."""
+        if self._penalised:
+            self._generated[token] -= 1
+
+    def pick(self, logits: Row, position: int) -> int:
+        """Return the token at ``position`` of the sequence.
+
+        Args:
+            logits: float32 ``[V]``, the padded tail included.
+
+        Raises:
+            EngineError: the logits are not numbers.
+        """
+        row = logits[: self.vocab_size]
+        if self._penalised:
+            row = self._penalise(row)
+        leader = int(row.argmax())
+        top = float(row[leader])
+        if not math.isfinite(top):
+            raise EngineError(f"the logits at position {position} are not finite (largest: {top})")
+        if self.params.temperature == 0:
+            return leader
+        scaled = (row.astype(np.float64) - top) / self.params.temperature
+        kept = self._filter(scaled)
+        if kept is not None:
+            noise = gumbel(self.seed, position, kept.astype(np.uint32))
+            return int(kept[int((scaled[kept] + noise).argmax())])
+        return self._pick_any(scaled, position)
+
+    def _penalise(self, row: Row) -> Row:
+        p = self.params
+        row = row.copy()
+        if p.repetition_penalty != 1.0:
+            seen = np.flatnonzero(self._prompt | (self._generated > 0))
+            values = row[seen]
+            row[seen] = np.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        generated = np.flatnonzero(self._generated)
+        row[generated] -= p.frequency_penalty * self._generated[generated] + p.presence_penalty
+        return row
+
+    def _filter(self, scaled: npt.NDArray[np.float64]) -> npt.NDArray[np.int64] | None:
+        """Return the ids that the filters keep, in ascending order, or None if they keep all."""
+        p = self.params
+        kept: npt.NDArray[np.int64] | None = None
+        if 0 < p.top_k < self.vocab_size:
+            kept = _most_likely(scaled, int(p.top_k))
+        if p.top_p < 1:
+            kept = _nucleus(scaled, kept, p.top_p)
+        if p.min_p > 0:
+            enough = scaled >= math.log(p.min_p)
+            kept = np.flatnonzero(enough) if kept is None else kept[enough[kept]]
+        return kept
+
+    def _pick_any(self, scaled: npt.NDArray[np.float64], position: int) -> int:
+        """Gumbel-max over the whole vocabulary, with noise only for tokens that can still win."""
+        bits = _hash(self.seed, position, self._ids)
+        near = np.flatnonzero(scaled > -_NEAR)
+        scores = scaled[near] + _noise(bits[near])
+        best = int(scores.argmax())
+        winner, score = int(near[best]), float(scores[best])
+        # A token below needs noise above score + _NEAR, that is u > exp(-exp(-(score + _NEAR))).
+        threshold = math.exp(-math.exp(-(score + _NEAR))) * 2.0**32 - 2.0
+        far = np.flatnonzero((bits > min(max(threshold, 0.0), 2.0**32 - 1)) & (scaled <= -_NEAR))
+        if len(far):
+            scores = scaled[far] + _noise(bits[far])
+            best = int(scores.argmax())
+            if float(scores[best]) > score or (float(scores[best]) == score and int(far[best]) < winner):
+                winner = int(far[best])
+        return winner
+
+
+def _most_likely(scaled: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """Ids of the ``count`` largest values, ascending; the lower ids win a tie at the edge."""
+    edge = np.partition(scaled, len(scaled) - count)[len(scaled) - count]
+    above = np.flatnonzero(scaled > edge)
+    ties = np.flatnonzero(scaled == edge)[: count - len(above)]
+    return np.sort(np.concatenate([above, ties]))
+
+
+def _nucleus(
+    scaled: npt.NDArray[np.float64], kept: npt.NDArray[np.int64] | None, mass: float
+) -> npt.NDArray[np.int64]:
+    """Ids of the smallest set of most likely tokens whose probabilities reach ``mass``."""
+    ids = np.arange(len(scaled)) if kept is None else kept
+    weights = np.exp(scaled[ids])
+    total = float(weights.sum())
+    # A short sort is nearly always enough: the tail of a vocabulary weighs next to nothing.
+    for size in (256, len(ids)):
+        chosen = ids if size >= len(ids) else ids[_most_likely(scaled[ids], size)]
+        order = chosen[np.argsort(-scaled[chosen], kind="stable")]
+        reached = np.cumsum(np.exp(scaled[order])) >= mass * total
+        if reached.any():
+            return np.sort(order[: int(reached.argmax()) + 1])
+    return ids
+
+
+def gumbel(seed: int, position: int, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+    """Return the noise of ``ids`` at ``position``: standard Gumbel, a pure function of its arguments."""
+    return _noise(_hash(seed, position, ids))
+
+
+def _noise(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+    uniform = (bits.astype(np.float64) + 0.5) / 2.0**32  # in the open interval (0, 1)
+    return -np.log(-np.log(uniform))
+
+
+def _hash(seed: int, position: int, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """32-bit hash of (seed, position, id): two rounds of the MurmurHash3 finaliser around a SplitMix64 key."""
+    key = _splitmix(_splitmix(seed) ^ position)
+    x = ids * np.uint32(0x9E3779B1) + np.uint32(key & 0xFFFFFFFF)
+    for add in (key >> 32, 0):
+        x ^= x >> np.uint32(16)
+        x *= np.uint32(0x85EBCA6B)
+        x ^= x >> np.uint32(13)
+        x *= np.uint32(0xC2B2AE35)
+        x ^= x >> np.uint32(16)
+        x += np.uint32(add)
+    return x
+
+
+def _splitmix(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+    return x ^ (x >> 31)
+
+
+def log_probability(logits: Row, token: int, scratch: Row) -> float:
+    """Return the float32 log-probability of ``token`` before any filter.
+
+    Args:
+        logits: float32 ``[V]`` without the padded tail.
+        scratch: float32 ``[V]``; computing there makes the result independent of where ``logits`` lies.
+
+    Raises:
+        EngineError: the logits are not numbers.
+    """
+    top = logits.max()
+    np.subtract(logits, top, out=scratch)
+    np.exp(scratch, out=scratch)
+    score = np.float32(logits[token] - top - np.log(scratch.sum()))
+    if not np.isfinite(score):
+        raise EngineError(f"the log-probability of token {token} is {score}: the logits are not finite")
+    return float(score)

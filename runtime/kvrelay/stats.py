@@ -1,0 +1,84 @@
+"""Counters and times of one request, and the identities that hold between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Stats"]
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a request did.
+
+    Always: ``proposed >= evaluated >= accepted`` and ``emitted == first + accepted + corrections + bonus``. Rows
+    behind the token that ends a request are never looked at, so nothing emitted is taken back.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # prompt tokens whose KV a former request had left in the slot
+    first: int = 0  # tokens that prefill committed
+    proposed: int = 0  # tokens drafted
+    evaluated: int = 0  # drafted tokens that were compared
+    accepted: int = 0  # drafted tokens that matched
+    corrections: int = 0  # tokens of the verifier at a mismatch
+    bonus: int = 0  # tokens of the verifier after a full match, plain passes included
+    windows: int = 0  # passes that verified a draft
+    plain_passes: int = 0  # passes without a draft
+    rollbacks: int = 0  # windows with a mismatch
+    draft_runs: int = 0  # runs of a draft engine
+    draft_seconds: float = 0.0  # inside draft engines
+    verify_seconds: float = 0.0  # inside the target's engines, prefill excluded
+    ttft: float = 0.0  # seconds from the call to the first token
+    decode_seconds: float = 0.0  # seconds from the first token to the last
+    kv_bytes: int = 0  # KV bytes the request's slot holds
+    kv_bytes_copied: int = 0  # KV bytes moved between caches that cannot share memory
+    plain_ms: float | None = None  # stored cost of a plain step on this box, the yardstick of `speedup`
+    policy: str = ""  # what the choice of drafts came to
+
+    @property
+    def emitted(self) -> int:
+        return self.first + self.accepted + self.corrections + self.bonus
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted over evaluated; None without a draft."""
+        return self.accepted / self.evaluated if self.evaluated else None
+
+    @property
+    def recomputed(self) -> int:
+        """Drafted tokens that were dropped."""
+        return self.proposed - self.accepted
+
+    @property
+    def passes(self) -> int:
+        return self.windows + self.plain_passes
+
+    @property
+    def tokens_per_verify(self) -> float | None:
+        """Tokens committed by each pass of the target after prefill."""
+        return (self.emitted - self.first) / self.passes if self.passes else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first, by the time they took."""
+        return (self.emitted - self.first) / self.decode_seconds if self.decode_seconds and self.passes else None
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Seconds a token after the first."""
+        rate = self.tokens_per_second
+        return 1 / rate if rate else None
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of decoding time spent outside engines."""
+        if not self.decode_seconds:
+            return None
+        return max(0.0, 1 - (self.draft_seconds + self.verify_seconds) / self.decode_seconds)
+
+    @property
+    def speedup(self) -> float | None:
+        """Decoding speed over that of plain steps at their stored cost on this box."""
+        rate = self.tokens_per_second
+        return rate * self.plain_ms / 1000 if rate and self.plain_ms else None

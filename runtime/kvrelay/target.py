@@ -1,0 +1,91 @@
+"""The target's engines bound to one slot: prefill, plain step, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .engine import BoundPass
+from .errors import EngineError
+from .kv import KVCache
+
+__all__ = ["Target"]
+
+Logits = npt.NDArray[np.float32]
+
+
+class Target:
+    """Runs the target over one slot of its cache. The logits it returns are views that the next run overwrites.
+
+    Args:
+        cache: the slot's cache.
+        verify: bound verify passes by window size.
+        prefill: the bound prefill pass.
+        plain: the pass that commits one token without a draft: the narrowest verify pass when exact, the decode
+            engine at width 1 otherwise.
+        mixed_prefill: verify passes give the same bits as prefill, so they may process short ends of a prompt.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        verify: dict[int, BoundPass],
+        prefill: BoundPass,
+        plain: BoundPass,
+        *,
+        mixed_prefill: bool,
+    ) -> None:
+        self.cache = cache
+        self._verify = dict(sorted(verify.items()))
+        self._prefill = prefill
+        self._plain = plain
+        self._mixed_prefill = mixed_prefill
+        self._passes = {id(p): p for p in (*verify.values(), prefill, plain)}.values()
+
+    @property
+    def windows(self) -> list[int]:
+        """Window sizes, ascending."""
+        return list(self._verify)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent inside the target's engines so far."""
+        return sum(p.seconds for p in self._passes)
+
+    def prefill(self, tokens: Sequence[int], start: int) -> Logits:
+        """Process ``tokens[start:]`` and return the logits ``[V]`` that follow the last."""
+        chunk = self._prefill.input_ids.shape[1]
+        while True:
+            left = len(tokens) - start
+            bound = self._prefill
+            if self._mixed_prefill and left <= chunk // 2:
+                bound = next((p for n, p in self._verify.items() if n >= left), self._verify[self.windows[-1]])
+            part = tokens[start : start + bound.input_ids.shape[1]]
+            row = len(part) - 1
+            self._run(bound, part, start, last_row=row)
+            start += len(part)
+            if start == len(tokens):
+                return bound.logits[0, min(row, bound.logits.shape[1] - 1)]
+
+    def step(self, token: int, length: int) -> Logits:
+        """Commit nothing but ``token``'s KV at ``length``; return the logits ``[1, V]`` that follow it."""
+        self._run(self._plain, [token], length, last_row=0)
+        return self._plain.logits[0, :1]
+
+    def replay(self, window: Sequence[int], length: int, width: int) -> Logits:
+        """Replay ``window`` at ``length`` through the verify pass of ``width``; return its logits ``[N, V]``."""
+        bound = self._verify[width]
+        self._run(bound, window, length, last_row=0)
+        return bound.logits[0, : len(window)]
+
+    def _run(self, bound: BoundPass, part: Sequence[int], length: int, *, last_row: int) -> None:
+        width, rows = bound.input_ids.shape[1], bound.logit_rows.shape[1]
+        if length + width > self.cache.model.capacity:
+            raise EngineError(f"a pass of {width} at {length} leaves the capacity {self.cache.model.capacity}")
+        bound.input_ids[0, : len(part)] = part
+        bound.input_ids[0, len(part) :] = part[-1]  # pads, beyond the length
+        bound.write_index[0] = length
+        bound.logit_rows[0] = last_row if rows == 1 else np.arange(rows)
+        bound.run()
