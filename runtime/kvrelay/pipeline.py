@@ -368,7 +368,7 @@ class Pipeline:
         return EngineDrafter(
             name,
             lambda width: engine.bind(cache, width, 1),
-            step_width=self._facts.draft_width[entry.name],
+            step_width=self._facts.draft_width.get(entry.name, 1),
             own_model=own_model,
             hand_over=hand_over,
         )
