@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
 from kvrelay.kv import KVCache
 from kvrelay.manifest import Check, EngineEntry, ModelEntry
 from kvrelay.ort import OrtEngine

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
 from kvrelay.errors import ParameterError
+from rich.console import Console
 
 __all__ = ["export"]
 
@@ -34,12 +33,12 @@ def export(
     source: Annotated[
         str, typer.Argument(help="Hugging Face directory, hub id, .gguf file, or smollm2-135m-instruct.")
     ] = "smollm2-135m-instruct",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Bundle folder [engines/NAME].")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Bundle folder; default: engines/NAME.")] = None,
     name: Annotated[str | None, typer.Option(help="Model name written to the bundle.")] = None,
     precisions: Annotated[str, typer.Option(help="Target precisions: fp32, int8, int4.")] = "fp32,int4",
     drafts: Annotated[
         str | None,
-        typer.Option(help='Drafts: int8-dynamic, int8, int4, skip [int8-dynamic, skip if a list is known]; "" for none.'),
+        typer.Option(help="Drafts: int8-dynamic, int8, int4, skip; default: int8-dynamic, skip if listed."),
     ] = None,
     draft_model: Annotated[
         list[str] | None, typer.Option(help="Separate draft model with the same tokenizer; may be repeated.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-
 from kvrelay import contract
 
 from .graph import constant, replace, weight_of
@@ -17,6 +16,7 @@ from .quantize import quantize_blocks, quantize_columns
 __all__ = ["lower_ort", "quantize_ort", "store_kv_as"]
 
 _MS = "com.microsoft"
+_ROTATED_MULTIPLE = 16  # GroupQueryAttention rotates heads of a multiple of this size only
 
 
 def lower_ort(model: ir.Model) -> None:
@@ -52,21 +52,51 @@ def _attention_lengths(graph: ir.Graph) -> list[ir.Value]:
     return [seqlens.outputs[0], longest32.outputs[0], widths32.outputs[0]]
 
 
+def _positions(graph: ir.Graph) -> ir.Value:
+    """Return the positions ``[B, S]`` of the pass, inserted on first use."""
+    name = "kvrelay.positions"
+    for node in graph:
+        if node.outputs[0].name == name:
+            return node.outputs[0]
+    ids = next(v for v in graph.inputs if v.name == contract.INPUT_IDS)
+    write_index = next(v for v in graph.inputs if v.name == contract.WRITE_INDEX)
+    width = ir.node("Shape", [ids], {"start": 1, "end": 2})
+    scalar = ir.node("Squeeze", [width.outputs[0]])
+    zero, one = (constant(graph, f"kvrelay.scalar{i}", np.array(i, np.int64)) for i in (0, 1))
+    offsets = ir.node("Range", [zero, scalar.outputs[0], one])
+    start = ir.node("Unsqueeze", [write_index, constant(graph, "kvrelay.one", np.array([1], np.int64))])
+    positions = ir.node("Add", [start.outputs[0], offsets.outputs[0]])
+    positions.outputs[0].name = name
+    graph.insert_before(graph[0], [width, scalar, offsets, start, positions])
+    return positions.outputs[0]
+
+
 def _lower_attention(graph: ir.Graph, node: ir.Node, lengths: list[ir.Value]) -> None:
     query, key, value, past_key, past_value, _, cos, sin = node.inputs
+    assert past_key is not None and past_key.shape is not None
     seqlens, longest, widths = lengths
-    packed = _pack_projections(graph, node)
-    inputs = [packed, None, None] if packed is not None else [query, key, value]
+    head_dim = past_key.shape[3]
+    rotates = isinstance(head_dim, int) and head_dim % _ROTATED_MULTIPLE == 0
+    if rotates:
+        packed = _pack_projections(graph, node)
+        inputs = [packed, None, None] if packed is not None else [query, key, value]
+        tables = [cos, sin]
+    else:
+        positions = _positions(graph)
+        rotations = [ir.node("RotaryEmbedding", [x, positions, cos, sin], domain=_MS) for x in (query, key)]
+        graph.insert_before(node, rotations)
+        inputs = [*(r.outputs[0] for r in rotations), value]
+        tables = [None, None]
     attention = ir.node(
         "GroupQueryAttention",
         # Empty slots: position_ids, attention_bias, head_sink, k_scale, v_scale, q_norm, k_norm. `query_seqlens`
         # is what lets several rows of more than one token continue from different lengths.
-        [*inputs, past_key, past_value, seqlens, longest, cos, sin, *[None] * 7, widths],
+        [*inputs, past_key, past_value, seqlens, longest, *tables, *[None] * 7, widths],
         {
             "num_heads": node.attributes["heads"].as_int(),
             "kv_num_heads": node.attributes["kv_heads"].as_int(),
             "scale": node.attributes["scale"].as_float(),
-            "do_rotary": 1,
+            "do_rotary": int(rotates),
         },
         domain=_MS,
         num_outputs=3,
@@ -110,9 +140,7 @@ def _lower_norm(node: ir.Node) -> None:
     epsilon = {"epsilon": node.attributes["epsilon"].as_float()}
     add = x.producer()
     if add is not None and add.op_type == "Add" and all(weight_of(v) is None for v in add.inputs):
-        fused = ir.node(
-            "SkipSimplifiedLayerNormalization", [*add.inputs, gamma], epsilon, domain=_MS, num_outputs=4
-        )
+        fused = ir.node("SkipSimplifiedLayerNormalization", [*add.inputs, gamma], epsilon, domain=_MS, num_outputs=4)
         total = fused.outputs[3]
         total.shape, total.type = x.shape, x.type
         replace(node, [fused], fused.outputs[:1])

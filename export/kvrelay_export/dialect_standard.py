@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-
 from kvrelay import contract
 
 from .errors import ExportError

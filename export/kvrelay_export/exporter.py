@@ -13,12 +13,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from tokenizers import Tokenizer
-
 from kvrelay.bundle import file_sha256
 from kvrelay.manifest import (
     SCHEMA_VERSION,
@@ -33,6 +30,7 @@ from kvrelay.manifest import (
     Role,
 )
 from kvrelay.tokenizer import first_difference
+from tokenizers import Tokenizer
 
 from .check import CHECK_LENGTH, check_engine, compare_twins
 from .errors import ExportError
@@ -239,7 +237,9 @@ def _skip_list(work: _Work, target: _Traced) -> tuple[str, ...]:
         )
     found = tuple(search_skip(target.checkpoint.model, target.ids, progress=work.progress))
     if not found:
-        raise ExportError("--search-skip: no sublayer can be left out at the agreement floor; leave skip out of --drafts")
+        raise ExportError(
+            "--search-skip: no sublayer can be left out at the agreement floor; leave skip out of --drafts"
+        )
     return found
 
 
@@ -368,5 +368,3 @@ def _publish(staging: Path, output: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(aside)
-
-

@@ -7,10 +7,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from kvrelay import contract
 from onnx_ir import convenience
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
-
-from kvrelay import contract
 
 __all__ = [
     "cancel_reshapes",

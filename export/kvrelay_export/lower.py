@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import onnx_ir as ir
-
 from kvrelay.manifest import Dialect, Precision
 
 from .dialect_ort import lower_ort, quantize_ort, store_kv_as

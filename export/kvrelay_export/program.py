@@ -21,12 +21,11 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from kvrelay import contract
 from optimum.utils import NormalizedConfigManager
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
-
-from kvrelay import contract
 
 __all__ = ["DOMAIN", "Geometry", "trace"]
 

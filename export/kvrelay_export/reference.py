@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
+from kvrelay import contract
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
-
-from kvrelay import contract
 
 from .quantize import dequantize_blocks, quantize_blocks, quantize_columns
 

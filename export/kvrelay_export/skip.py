@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import numpy as np
-from transformers import PreTrainedModel
-
 from kvrelay import contract
+from transformers import PreTrainedModel
 
 from .errors import ExportError
 from .reference import reference_logits

@@ -22,7 +22,7 @@ class WeightsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO = open(path, "wb")
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by close(), after many saves
         self._offsets: dict[bytes, int] = {}
 
     def save(self, model: ir.Model, path: Path) -> None:

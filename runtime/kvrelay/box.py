@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 from .boxcache import cache_directory, cpu_identity, lock, publish_json, read_json
 from .bundle import Bundle
 from .classes import Shape, find_class
-from .costs import measure
-from .engine import Engine
+from .costs import Pattern, measure
+from .engine import BoundPass, Engine
 from .errors import ExactnessError
 from .kv import KVCache
 from .manifest import EngineEntry
 from .ort import OrtEngine, use_threads
+from .ort.library import onnxruntime
 from .ort.prepared import prepare
 
 __all__ = ["Box", "Facts"]
 
 Progress = Callable[[str], None]
 _STEP_WIDTHS = (1, 2, 4)
+
+_loaded: WeakValueDictionary[tuple[str, str], OrtEngine] = WeakValueDictionary()
+_loading = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,8 @@ class Facts:
 
     outside: dict[str, str | None]  # by shape: None in the verifier's class, else the difference in words
     plain_ms: float  # the decode engine, one token
-    verify_ms: dict[int, float]  # by window size
+    verify_ms: dict[int, float]  # by window size, after another pass of the target
+    verify_after_draft_ms: dict[int, float]  # by window size, after a draft engine
     draft_ms: dict[str, float]  # one step, by engine name
     draft_width: dict[str, int]  # the fastest width of a step, by engine name
 
@@ -59,12 +67,16 @@ class Box:
         self._engines: dict[str, OrtEngine] = {}
 
     def engine(self, entry: EngineEntry) -> Engine:
-        """Return the loaded engine of ``entry``; one copy for all who ask."""
-        if entry.name not in self._engines:
-            self._progress(f"loading {entry.name}")
+        """Return the loaded engine of ``entry``; one copy for all boxes of the process."""
+        with _loading:
             file = prepare(self.bundle.path / entry.file.path, entry.file.sha256, self._cache)
-            self._engines[entry.name] = OrtEngine(entry, file, prepared=True)
-        return self._engines[entry.name]
+            key = (str(file.resolve()), entry.name)
+            engine = _loaded.get(key)
+            if engine is None:
+                self._progress(f"loading {entry.name}")
+                engine = _loaded[key] = OrtEngine(entry, file, prepared=True)
+            self._engines[entry.name] = engine  # keeps it loaded for as long as this box is in use
+        return engine
 
     def facts(self, precision: str, drafts: list[EngineEntry]) -> Facts:
         """Return the facts about ``precision`` with these drafts, measured if they are not stored.
@@ -79,7 +91,7 @@ class Box:
             *self.bundle.engines(role="decode", precision=precision),
         ]
         file = self._cache / f"box-{precision}-{self._key(singles, drafts)}.json"
-        stored = read_json(file)
+        stored: Any = read_json(file)
         if stored is None:
             with lock(self._cache):
                 stored = read_json(file)
@@ -90,14 +102,13 @@ class Box:
             outside=stored["outside"],
             plain_ms=stored["plain_ms"],
             verify_ms={int(n): t for n, t in stored["verify_ms"].items()},
+            verify_after_draft_ms={int(n): t for n, t in stored["verify_after_draft_ms"].items()},
             draft_ms=stored["draft_ms"],
             draft_width=stored["draft_width"],
         )
 
     def _key(self, singles: list[EngineEntry], drafts: list[EngineEntry]) -> str:
-        import onnxruntime
-
-        facts = [onnxruntime.__version__, cpu_identity(), str(self.threads)]
+        facts = [onnxruntime().__version__, cpu_identity(), str(self.threads)]
         facts += [e.file.sha256 for e in (*singles, *drafts)]
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
@@ -110,25 +121,39 @@ class Box:
         outside = find_class(self.bundle.target, shapes, reference)
 
         self._progress("first use on this box: measuring what each engine costs")
-        passes = {}
+        (decode,) = (e for e in singles if e.role == "decode")
+        return {"outside": outside, **self._measure_costs(verify, decode, drafts)}
+
+    def _measure_costs(
+        self, verify: list[EngineEntry], decode: EngineEntry, drafts: list[EngineEntry]
+    ) -> dict[str, object]:
         caches: dict[tuple[str, str], KVCache] = {}
-        for entry in (*verify, *(e for e in singles if e.role == "decode"), *drafts):
+
+        def bind(entry: EngineEntry, width: int) -> BoundPass:
             key = (entry.model, entry.kv_dtype)
             model = self.bundle.manifest.models[entry.model]
             if key not in caches:
                 caches[key] = KVCache(model, range(model.layers), entry.kv_dtype)
-            widths = [entry.sequence] if entry.sequence else [1] if entry.role == "decode" else _STEP_WIDTHS
-            for width in widths:
-                passes[_name(entry, width)] = self.engine(entry).bind(caches[key], width, entry.rows or 1)
-        ms = measure(passes)
-        best = {e.name: min(_STEP_WIDTHS, key=lambda w: ms[_name(e, w)]) for e in drafts if e.role == "draft"}
-        best |= {e.name: 1 for e in drafts if e.role != "draft"}
-        (decode,) = (e for e in singles if e.role == "decode")
+            return self.engine(entry).bind(caches[key], width, entry.rows or 1)
+
+        windows = {e.sequence: bind(e, e.sequence) for e in verify if e.sequence}
+        plain = bind(decode, 1)
+        middle = windows[sorted(windows)[len(windows) // 2]]
+        steps = {(e.name, w): bind(e, w) for e in drafts for w in (_STEP_WIDTHS if e.role == "draft" else (1,))}
+        other = next(iter(steps.values()), plain)
+        patterns = {"plain": Pattern(plain, plain)}
+        patterns |= {f"verify {n}": Pattern(bound, bound) for n, bound in windows.items()}
+        patterns |= {f"verify {n} after draft": Pattern(other, bound) for n, bound in windows.items()}
+        patterns |= {f"draft {name} {w}": Pattern(middle, bound, times=3) for (name, w), bound in steps.items()}
+        ms = measure(patterns)
+        best = {
+            e.name: min((w for n, w in steps if n == e.name), key=lambda w: ms[f"draft {e.name} {w}"]) for e in drafts
+        }
         return {
-            "outside": outside,
-            "plain_ms": ms[_name(decode, 1)],
-            "verify_ms": {str(e.sequence): ms[_name(e, e.sequence or 1)] for e in verify},
-            "draft_ms": {e.name: ms[_name(e, best[e.name])] for e in drafts},
+            "plain_ms": ms["plain"],
+            "verify_ms": {n: ms[f"verify {n}"] for n in windows},
+            "verify_after_draft_ms": {n: ms[f"verify {n} after draft"] for n in windows},
+            "draft_ms": {name: ms[f"draft {name} {width}"] for name, width in best.items()},
             "draft_width": best,
         }
 

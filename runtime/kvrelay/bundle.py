@@ -115,7 +115,9 @@ def _check_size(folder: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise BundleError(f"{file} is missing ({error.strerror}); copy the whole bundle or {_REBUILD}") from None
     if size != entry.bytes:
-        raise BundleError(f"{file} has {size} bytes, the manifest says {entry.bytes}: truncated or replaced; {_REBUILD}")
+        raise BundleError(
+            f"{file} has {size} bytes, the manifest says {entry.bytes}: truncated or replaced; {_REBUILD}"
+        )
 
 
 def _check_hashes(bundle: Bundle) -> None:

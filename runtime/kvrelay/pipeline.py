@@ -394,10 +394,14 @@ class Pipeline:
 
     def _stored_costs(self) -> Costs:
         facts = self._facts
-        verify = {n: facts.verify_ms[n] for n in sorted(e.sequence for e in self._verify if e.sequence)}
+        windows = sorted(e.sequence for e in self._verify if e.sequence)
+        verify = {n: facts.verify_ms[n] for n in windows}
+        after_draft = {n: facts.verify_after_draft_ms[n] for n in windows}
         plain = verify[min(verify)] if self.exact else facts.plain_ms
-        draft = {n: facts.draft_ms[self._draft_entry(n).name] for n in self.drafts if n not in ("none", "ngram", "self")}
-        return Costs(plain, verify, {**draft, "ngram": 0.0, "self": facts.plain_ms})
+        draft = {
+            n: facts.draft_ms[self._draft_entry(n).name] for n in self.drafts if n not in ("none", "ngram", "self")
+        }
+        return Costs(plain, verify, after_draft, {**draft, "ngram": 0.0, "self": facts.plain_ms})
 
     def _policy(self, lane: _Lane) -> Policy:
         windows = [self.window] if self.window is not None else list(self._costs.verify)

@@ -28,8 +28,18 @@ class Costs:
     """Stored milliseconds on this box."""
 
     plain: float
-    verify: dict[int, float]  # by window size
+    verify: dict[int, float]  # by window size, after a lookup
+    verify_after_draft: dict[int, float]  # by window size, after a draft engine
     draft: dict[str, float]  # one step, by draft name; 0 for a lookup
+
+    def window(self, draft: str, count: int, size: int) -> float:
+        """Cost of drafting ``count`` candidates and verifying them in a window of ``size``."""
+        step = self.draft[draft]
+        return count * step + (self.verify_after_draft if step else self.verify)[size]
+
+    def pass_ms(self, size: int) -> float:
+        """Cost of a target pass alone: a window of ``size``, or a plain step for 0."""
+        return self.verify[size] if size else self.plain
 
 
 @dataclass(slots=True)
@@ -68,9 +78,7 @@ def break_even(costs: Costs, draft: str) -> float | None:
     """Return the least acceptance at which ``draft`` is faster than plain steps, None if there is none."""
     for percent in range(101):
         a = percent / 100
-        best = min(
-            (k * costs.draft[draft] + t) / expected_tokens(a, k) for n, t in costs.verify.items() for k in range(1, n)
-        )
+        best = min(costs.window(draft, k, n) / expected_tokens(a, k) for n in costs.verify for k in range(1, n))
         if best < costs.plain:
             return a
     return None
@@ -108,18 +116,18 @@ class Policy:
             known = drafter.propose(request, most) if step == 0 else []
             if step == 0 and not known:
                 continue
-            time, count, window = self._best_length(drafter.name, step, len(known) or most)
+            time, count, window = self._best_length(drafter.name, len(known) or most)
             if time < best_time:
                 best_time, best = time, Plan(drafter, known[:count], count, window)
         return best or Plan(None, [], 0, 0)
 
-    def _best_length(self, name: str, step: float, most: int) -> tuple[float, int, int]:
+    def _best_length(self, name: str, most: int) -> tuple[float, int, int]:
         """Return the least time per token and the count and window that give it."""
         if self.fixed:
             return 0.0, most, next(n for n in self.windows if n > most)
         acceptance = self._tracks[name].acceptance
         lengths = [(k, next(n for n in self.windows if n > k)) for k in range(1, most + 1)]
-        times = [(k * step + self.costs.verify[n]) / expected_tokens(acceptance, k) for k, n in lengths]
+        times = [self.costs.window(name, k, n) / expected_tokens(acceptance, k) for k, n in lengths]
         shortest = min(times)
         # On a tie the longer draft: its extra rows are paid for.
         index = max(i for i, t in enumerate(times) if t <= shortest * 1.000001)

@@ -171,9 +171,7 @@ def _most_likely(scaled: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.
     return np.sort(np.concatenate([above, ties]))
 
 
-def _nucleus(
-    scaled: npt.NDArray[np.float64], kept: npt.NDArray[np.int64] | None, mass: float
-) -> npt.NDArray[np.int64]:
+def _nucleus(scaled: npt.NDArray[np.float64], kept: npt.NDArray[np.int64] | None, mass: float) -> npt.NDArray[np.int64]:
     """Ids of the smallest set of most likely tokens whose probabilities reach ``mass``."""
     ids = np.arange(len(scaled)) if kept is None else kept
     weights = np.exp(scaled[ids])

@@ -33,7 +33,8 @@ class Stats:
     decode_seconds: float = 0.0  # seconds from the first token to the last
     kv_bytes: int = 0  # KV bytes the request's slot holds
     kv_bytes_copied: int = 0  # KV bytes moved between caches that cannot share memory
-    plain_ms: float | None = None  # stored cost of a plain step on this box, the yardstick of `speedup`
+    plain_ms: float = 0.0  # stored cost of a plain step on this box
+    stored_verify_ms: float = 0.0  # stored costs of the target passes made, summed
     policy: str = ""  # what the choice of drafts came to
 
     @property
@@ -79,6 +80,12 @@ class Stats:
 
     @property
     def speedup(self) -> float | None:
-        """Decoding speed over that of plain steps at their stored cost on this box."""
-        rate = self.tokens_per_second
-        return rate * self.plain_ms / 1000 if rate and self.plain_ms else None
+        """Decoding speed over that of plain steps.
+
+        Plain steps are reckoned at their stored cost, slowed by as much as this request's own target passes were
+        slower than their stored costs: a busy machine slows both.
+        """
+        if not self.passes or not self.stored_verify_ms or not self.decode_seconds:
+            return None
+        slowed = self.verify_seconds / self.stored_verify_ms
+        return (self.emitted - self.first) * self.plain_ms * slowed / self.decode_seconds

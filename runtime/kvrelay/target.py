@@ -67,7 +67,8 @@ class Target:
             self._run(bound, part, start, last_row=row)
             start += len(part)
             if start == len(tokens):
-                return bound.logits[0, min(row, bound.logits.shape[1] - 1)]
+                last: Logits = bound.logits[0, min(row, bound.logits.shape[1] - 1)]
+                return last
 
     def step(self, token: int, length: int) -> Logits:
         """Commit nothing but ``token``'s KV at ``length``; return the logits ``[1, V]`` that follow it."""

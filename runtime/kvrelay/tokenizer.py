@@ -107,7 +107,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens."""
-        return self.backend.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+        return self.backend.decode(ids, skip_special_tokens=True)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -1,1 +1,60 @@
-def main(): ...
+"""The command line: ``kvrelay export | run | chat | inspect | bench``."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+
+import typer
+from rich.console import Console
+
+from ..errors import KvrelayError
+from .bench import bench
+from .chat import chat
+from .inspect import inspect
+from .run import run
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Draft-verify decoding on ONNX Runtime and TensorRT.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command(
+    "export",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def _export(context: typer.Context) -> None:
+    """Export a checkpoint to a bundle (needs the extra "export")."""
+    # The runtime never imports the exporter: it is found as a plug-in, and only when asked for.
+    (found,) = entry_points(group="kvrelay.commands", name="export")
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(found.load())
+    command(args=context.args, prog_name="kvrelay export", standalone_mode=False)
+
+
+app.command()(run)
+app.command()(chat)
+app.command()(inspect)
+app.command()(bench)
+
+
+def main() -> None:
+    """Run the command line: bad input is one line and exit code 2, Ctrl-C is exit code 130."""
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    try:
+        app()
+    except KvrelayError as error:
+        errors.print(f"kvrelay: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("kvrelay: interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `kvrelay run ... | head`.
+        sys.stderr.close()
+        sys.exit(141)

@@ -53,9 +53,7 @@ def load_session(file: Path, options: Any) -> Any:
     options.use_per_session_threads = False
     options.log_severity_level = 3
     try:
-        return onnxruntime().InferenceSession(
-            str(file), options, providers=["CPUExecutionProvider"], enable_fallback=0
-        )
+        return onnxruntime().InferenceSession(str(file), options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception as error:  # onnxruntime raises classes of its own, without a common base
         if "EnvCreatedWithGlobalThreadPools" in str(error):
             raise EngineError(

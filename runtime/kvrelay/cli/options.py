@@ -1,0 +1,73 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..pipeline import Pipeline
+
+__all__ = [
+    "Bundle",
+    "Draft",
+    "Exact",
+    "FrequencyPenalty",
+    "IgnoreEos",
+    "MaxNewTokens",
+    "MinP",
+    "Precision",
+    "PresencePenalty",
+    "RepetitionPenalty",
+    "Seed",
+    "Stop",
+    "Temperature",
+    "Threads",
+    "TopK",
+    "TopP",
+    "Window",
+    "open_pipeline",
+]
+
+Bundle = Annotated[Path, typer.Argument(help="Bundle folder, as `kvrelay export` writes it.")]
+Draft = Annotated[str, typer.Option(help='"auto", "none", "ngram", "self", or a draft of the bundle.')]
+Window = Annotated[int | None, typer.Option(help="Tokens of a verify window; default: chosen by cost.")]
+Precision = Annotated[str | None, typer.Option(help="Target precision; default: the bundle's first.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the process; default: the usable CPUs.")]
+Exact = Annotated[bool, typer.Option("--exact/--no-exact", help="Output independent of draft and window, bit for bit.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of output.")]
+Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
+TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: off.")]
+TopP = Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass; 1: off.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens under this share of the likeliest; 0: off.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Penalise tokens seen so far; 1: off.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Subtract for every earlier use; 0: off.")]
+PresencePenalty = Annotated[float, typer.Option(help="Subtract once for earlier use; 0: off.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling; default: drawn and shown.")]
+Stop = Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")]
+
+
+def open_pipeline(
+    bundle: Path,
+    console: Console,
+    *,
+    draft: str,
+    window: int | None,
+    precision: str | None,
+    threads: int | None,
+    exact: bool,
+) -> Pipeline:
+    """Open a pipeline while ``console`` shows what takes long."""
+    with console.status(f"opening {bundle}") as status:
+
+        def progress(line: str) -> None:
+            status.update(line)
+            if line.startswith("first use"):
+                console.print(line, highlight=False)
+
+        return Pipeline(
+            bundle, draft=draft, window=window, precision=precision, threads=threads, exact=exact, progress=progress
+        )

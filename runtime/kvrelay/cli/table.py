@@ -1,0 +1,44 @@
+"""Statistics as tables."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from ..pipeline import Result
+
+__all__ = ["share", "stats_table"]
+
+
+def share(value: float | None, digits: int = 1) -> str:
+    """Format a share as per cent; "-" for None."""
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def stats_table(result: Result) -> Table:
+    """Return the statistics of one generation, with what the draft gained against plain decoding."""
+    s = result.stats
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    gain = (
+        "-"
+        if s.speedup is None
+        else f"{s.speedup:.2f}x plain decoding (a step of {s.plain_ms:.1f} ms when the box is idle)"
+    )
+    for name, value in (
+        ("tokens", f"{s.prompt_tokens} prompt ({s.reused_tokens} reused) + {s.emitted} output"),
+        ("finish", f"{result.finish_reason}, seed {result.seed}"),
+        ("time to first token", f"{s.ttft * 1000:.0f} ms"),
+        ("speed", f"{_number(s.tokens_per_second)} tokens/s"),
+        ("gain", gain),
+        ("acceptance", f"{share(s.acceptance)} of {s.evaluated} compared, {s.proposed} drafted"),
+        ("tokens per verify", _number(s.tokens_per_verify)),
+        ("passes", f"{s.windows} verify + {s.plain_passes} plain, {s.rollbacks} rollbacks, {s.recomputed} recomputed"),
+        ("time", f"{s.draft_seconds:.2f} s draft, {s.verify_seconds:.2f} s target, host {share(s.host_share)}"),
+        ("KV", f"{s.kv_bytes / 2**20:.0f} MiB in the slot, {s.kv_bytes_copied} bytes copied"),
+        ("draft choice", s.policy),
+    ):
+        table.add_row(name, value)
+    return table
