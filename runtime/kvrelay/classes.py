@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from . import contract
 from .engine import BoundPass, Engine
@@ -37,68 +36,68 @@ class Shape:
         return f"{self.engine.entry.name}@1x{self.width}"
 
 
-@dataclass(slots=True)
-class _Outcome:
-    logits: npt.NDArray[np.float32]  # [R, V]
-    keys: list[npt.NDArray[np.generic]]  # per cache tensor [Hkv, S, D]
-
-
 class _Prober:
-    """Runs shapes over one random context and compares what they compute."""
+    """Runs shapes over one random context and compares what they compute with what the reference computed."""
 
     def __init__(self, model: ModelEntry, shapes: Sequence[Shape], reference: Shape) -> None:
         self.reference = reference
-        self.model = model
+        self.names = contract.past_names(reference.engine.entry.kv_layers)
         self.cache = KVCache(model, reference.engine.entry.kv_layers, reference.engine.entry.kv_dtype)
         self.bound: dict[str, BoundPass] = {
             s.name: s.engine.bind(self.cache, s.width, s.rows) for s in (*shapes, reference)
         }
-        random = np.random.default_rng(20260)
         widest = max(s.width for s in shapes)
-        self.depths = [d for d in _DEPTHS if d + 3 * widest <= model.context] or [1]
-        self.tokens = random.integers(0, model.vocab_size, max(self.depths) + 3 * widest)
+        # What is compared lies within this many entries behind a depth: a window at the farthest place tried.
+        self.span = -(-(widest + reference.width) // reference.width) * reference.width
+        self.depths = [d for d in _DEPTHS if d + self.span <= model.context] or [1]
+        random = np.random.default_rng(20260)
+        self.tokens = random.integers(0, model.vocab_size, max(self.depths) + self.span)
         self.pads = random.integers(0, model.vocab_size, widest)
         self.filled = 0
 
-    def fill(self, length: int) -> None:
-        """Bring the cache to ``length`` entries by the reference shape."""
-        while self.filled < length:
-            at = min(self.filled, max(0, length - self.reference.width))
-            self.run(self.reference, at)
-            self.filled = at + self.reference.width
+    def go_to(self, depth: int) -> None:
+        """Bring the cache to ``depth`` entries, and compute the span behind it by the reference shape."""
+        width = self.reference.width
+        while self.filled < depth:
+            at = min(self.filled, max(0, depth - width))
+            self._run(self.reference, at, width)
+            self.filled = at + width
+        self.depth = depth
+        rows = []
+        for at in range(depth, depth + self.span, width):
+            self._run(self.reference, at, width)
+            rows.append(self.bound[self.reference.name].logits[0].copy())
+        self.logits = np.concatenate(rows)  # [span, V]
+        if not np.isfinite(self.logits).all() or not self.logits.any():
+            raise EngineError(f"{self.reference.name} gives logits that are not finite or all zero")
+        area = slice(depth, depth + self.span)
+        self.entries = [self.cache.tensors[n][0, :, area].copy() for n in self.names]
+        self.filled = depth
 
-    def run(self, shape: Shape, at: int, real: int | None = None) -> _Outcome:
+    def _run(self, shape: Shape, at: int, real: int) -> None:
         """Run ``shape`` at entry ``at``; behind its first ``real`` tokens come pads."""
         bound = self.bound[shape.name]
-        count = shape.width if real is None else real
-        bound.input_ids[0, :count] = self.tokens[at : at + count]
-        bound.input_ids[0, count:] = self.pads[: shape.width - count]
+        bound.input_ids[0, :real] = self.tokens[at : at + real]
+        bound.input_ids[0, real:] = self.pads[: shape.width - real]
         bound.write_index[0] = at
-        bound.logit_rows[0] = np.arange(shape.rows) if shape.rows > 1 else count - 1
+        bound.logit_rows[0] = np.arange(shape.rows) if shape.rows > 1 else real - 1
         bound.run()
-        names = contract.past_names(shape.engine.entry.kv_layers)
-        keys = [self.cache.tensors[n][0, :, at : at + count].copy() for n in names]
-        return _Outcome(bound.logits[0].copy(), keys)
 
-    def difference(self, shape: Shape, at: int, real: int | None = None) -> str | None:
-        """Compare ``shape`` at ``at`` with the reference over the same tokens; None if every bit agrees."""
-        count = shape.width if real is None else real
-        logits: list[npt.NDArray[np.float32]] = []
-        keys: list[list[npt.NDArray[np.generic]]] = []
-        for start in range(at, at + count, self.reference.width):
-            expected = self.run(self.reference, start)
-            logits.append(expected.logits)
-            keys.append(expected.keys)
-        rows = np.concatenate(logits)[:count]
-        if not np.isfinite(rows).all() or not rows.any():
-            raise EngineError(f"{self.reference.name} gives logits that are not finite or all zero")
-        found = self.run(shape, at, real)
-        wanted = rows if shape.rows > 1 else rows[-1:]
-        got = found.logits[: len(wanted)]
+    def difference(self, shape: Shape, offset: int, real: int) -> str | None:
+        """Run ``shape`` ``offset`` entries behind the depth; None if every bit of its real tokens agrees."""
+        area = slice(self.depth, self.depth + self.span)
+        for name, kept in zip(self.names, self.entries, strict=True):
+            self.cache.tensors[name][0, :, area] = kept
+        at = self.depth + offset
+        self._run(shape, at, real)
+        wanted = self.logits[offset : offset + real]
+        got = self.bound[shape.name].logits[0, :real]
+        if shape.rows == 1:
+            wanted = wanted[-1:]
         if not np.array_equal(got, wanted):
             return f"logits differ by up to {np.abs(got - wanted).max():.2g} at context {at}"
-        for i, tensor in enumerate(found.keys):
-            if not np.array_equal(tensor, np.concatenate([k[i] for k in keys], axis=1)[:, :count]):
+        for name, kept in zip(self.names, self.entries, strict=True):
+            if not np.array_equal(self.cache.tensors[name][0, :, at : at + real], kept[:, offset : offset + real]):
                 return f"KV entries differ at context {at}"
         return None
 
@@ -108,7 +107,7 @@ def find_class(model: ModelEntry, shapes: Sequence[Shape], reference: Shape) -> 
 
     Args:
         model: sizes.
-        shapes: what to classify; ``reference`` may be among them.
+        shapes: what to classify; ``reference`` may be among them, which tests it against itself at other places.
         reference: a verify shape, the widest.
 
     Returns:
@@ -120,23 +119,19 @@ def find_class(model: ModelEntry, shapes: Sequence[Shape], reference: Shape) -> 
     prober = _Prober(model, shapes, reference)
     outside: dict[str, str | None] = dict.fromkeys((s.name for s in shapes), None)
     for depth in prober.depths:
-        prober.fill(depth)
+        prober.go_to(depth)
         for shape in shapes:
             if outside[shape.name] is None:
-                outside[shape.name] = _compare(prober, shape, depth)
-                prober.filled = depth
+                outside[shape.name] = _compare(prober, shape)
     return outside
 
 
-def _compare(prober: _Prober, shape: Shape, depth: int) -> str | None:
-    # The same tokens at other places of the window: starts move, tokens do not.
-    for at in (depth, depth + 1, depth + prober.reference.width // 2 + 1):
-        prober.filled = depth
-        prober.fill(at)
-        if (found := prober.difference(shape, at)) is not None:
+def _compare(prober: _Prober, shape: Shape) -> str | None:
+    # The same tokens at other places of a window: starts move, tokens do not.
+    for offset in (0, 1, prober.reference.width // 2 + 1):
+        if (found := prober.difference(shape, offset, shape.width)) is not None:
             return found
     for real in sorted({1, (shape.width + 1) // 2, shape.width - 1} - {0, shape.width}):
-        prober.filled = depth
-        if (found := prober.difference(shape, depth, real)) is not None:
+        if (found := prober.difference(shape, 0, real)) is not None:
             return f"{found} when {shape.width - real} of {shape.width} tokens are pads"
     return None

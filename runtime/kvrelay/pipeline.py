@@ -327,10 +327,8 @@ class Pipeline:
         (prefill_entry,) = self._bundle.engines(role="prefill", precision=self.precision)
         assert prefill_entry.sequence is not None
         prefill = self._box.engine(prefill_entry).bind(cache, prefill_entry.sequence, 1)
-        if self.exact:
-            plain = verify[min(verify)]
-        else:
-            plain = self._box.engine(self._decode_entry()).bind(cache, 1, 1)
+        # Exact plain steps stay in the verifier's shape class, at its narrowest, behind the token a pad.
+        plain = verify[min(verify)] if self.exact else self._box.engine(self._decode_entry()).bind(cache, 1, 1)
         bound = Target(cache, verify, prefill, plain, mixed_prefill=self._facts.in_class(prefill_entry))
         return _Lane(bound, {name: self._new_drafter(name, cache) for name in self._wanted_drafts()})
 
