@@ -13,7 +13,7 @@ from kvrelay import contract
 from .graph import constant, replace, weight_of
 from .quantize import quantize_blocks, quantize_columns
 
-__all__ = ["lower_ort", "quantize_ort", "store_kv_as"]
+__all__ = ["dequantize_ort", "lower_ort", "quantize_ort", "store_kv_as"]
 
 _MS = "com.microsoft"
 _ROTATED_MULTIPLE = 16  # GroupQueryAttention rotates heads of a multiple of this size only
@@ -198,6 +198,31 @@ def _block_product(graph: ir.Graph, node: ir.Node, name: str, weight: np.ndarray
     # accuracy_level 4: activations are quantised to int8 in blocks of a row, so no row depends on another.
     attributes = {"K": k, "N": n, "bits": bits, "block_size": 32, "accuracy_level": 4}
     return ir.node("MatMulNBits", inputs, attributes, domain=_MS)
+
+
+def dequantize_ort(model: ir.Model) -> None:
+    """Put float products in the place of quantised ones, over the numbers that are in the graph, in place."""
+    graph = model.graph
+    for node in list(graph):
+        if node.op_type == "DynamicQuantizeMatMul":
+            values, scale = (weight_of(v) for v in node.inputs[1:3])
+            assert values is not None and scale is not None
+            weight = values.astype(np.float32) * scale
+        elif node.op_type == "MatMulNBits":
+            stored, scale = (weight_of(v) for v in node.inputs[1:3])
+            assert stored is not None and scale is not None
+            bits = node.attributes["bits"].as_int()
+            if bits == 4:
+                stored = np.stack([stored & 0xF, stored >> 4], axis=-1).reshape(*stored.shape[:2], -1)
+            values = stored.astype(np.float32) - 2 ** (bits - 1)
+            weight = (values * scale.reshape(*values.shape[:2], 1)).reshape(len(values), -1).T
+        else:
+            continue
+        source = node.inputs[1]
+        assert source is not None
+        name = f"{source.name}.float"
+        product = ir.node("MatMul", [node.inputs[0], constant(graph, name, np.ascontiguousarray(weight))])
+        replace(node, [product], product.outputs)
 
 
 def store_kv_as(model: ir.Model, dtype: ir.DataType) -> None:
