@@ -24,7 +24,9 @@ class TextStream:
         self._stop = tuple(stop)
         self._ids: list[int] = []
         self._context = 0  # ids from here on are decoded again for each piece: a piece depends on its neighbours
-        self._shown = 0  # ids before this are in the text
+        self._given = 0  # characters of that decoding that are in the text or held
+        self._whole = 0  # ids before this end with a whole character
+        self._open = 0  # tokens after those, the ones without text not counted
         self._held = ""  # text that may be the beginning of a stop string
         self.text = ""
         self.stopped = False
@@ -32,28 +34,29 @@ class TextStream:
     def push(self, token: int) -> str:
         """Take one token and return the text that is now certain. After a stop string was met, returns ""."""
         self._ids.append(token)
-        return self._release(self._new_text(final=False))
+        return self._release(self._new_text())
 
     def finish(self) -> str:
         """Return the text that was still held back. Bytes that never became a character are dropped."""
-        piece = self._release(self._new_text(final=True))
-        if not self.stopped:
-            piece += self._held
-            self.text += self._held
-            self._held = ""
+        if self.stopped:
+            return ""
+        piece, self._held = self._held, ""
+        self.text += piece
         return piece
 
-    def _new_text(self, *, final: bool) -> str:
-        before = self._decode(self._ids[self._context : self._shown])
+    def _new_text(self) -> str:
         now = self._decode(self._ids[self._context :])
-        pending = len(self._ids) - self._shown
-        if now.endswith(_BROKEN) and pending < _LONGEST_CHARACTER:
-            if not final:
-                return ""
-            now = now.rstrip(_BROKEN)
-        piece = now[len(before) :]
-        if piece or now.endswith(_BROKEN):
-            self._context, self._shown = self._shown, len(self._ids)
+        if now.endswith(_BROKEN):
+            self._open += self._decode(self._ids[-1:]) != ""
+            # Of more bytes than a character has only the last can still begin one.
+            now = now.rstrip(_BROKEN) if self._open < _LONGEST_CHARACTER else now[:-1]
+            piece = now[self._given :]
+            self._given = max(self._given, len(now))
+            return piece
+        piece = now[self._given :]
+        if piece:
+            self._context, self._given = self._whole, len(self._decode(self._ids[self._whole :]))
+        self._whole, self._open = len(self._ids), 0
         return piece
 
     def _release(self, piece: str) -> str:
