@@ -88,6 +88,19 @@ def llama_bundle(export_tiny: ExportTiny, tmp_path_factory: pytest.TempPathFacto
     )
 
 
+@pytest.fixture(scope="session")
+def variants_bundle(export_tiny: ExportTiny) -> Path:
+    """A Llama in fp32 and int8-dynamic whose drafts, int4 and layer-skipping, keep their KV in float16."""
+    return export_tiny(
+        config={"num_hidden_layers": 4},
+        precisions=("fp32", "int8-dynamic"),
+        drafts=("int4", "skip"),
+        skip=(SKIPPED,),
+        draft_kv="float16",
+        verify=((1, 2), (1, 4), (1, 16)),
+    )
+
+
 def target_model() -> PreTrainedModel:
     """The model behind ``llama_bundle``."""
     return tiny.build_model("llama", num_hidden_layers=4)
