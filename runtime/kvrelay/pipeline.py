@@ -87,8 +87,17 @@ class Stream:
         self._request.cancelled.set()
 
     def close(self) -> None:
-        """Give the slot back without finishing."""
-        self._pieces.close()  # type: ignore[attr-defined]
+        """Give the slot back without finishing.
+
+        Raises:
+            ParameterError: another thread is inside this stream.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise ParameterError("this stream is in use by another thread; cancel() ends it from any thread")
+        try:
+            self._pieces.close()  # type: ignore[attr-defined]
+        finally:
+            self._busy.release()
 
     @property
     def result(self) -> Result:
@@ -161,6 +170,14 @@ class Pipeline:
         self._lanes: list[_Lane] = []
         self._lanes_lock = threading.Lock()
         self._release(self._new_lane())
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, as :meth:`generate` would process them.
+
+        Raises:
+            PromptError: the prompt is empty or malformed.
+        """
+        return self._tokenizer.encode(prompt)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
