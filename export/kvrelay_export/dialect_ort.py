@@ -184,7 +184,7 @@ def quantize_ort(model: ir.Model, precision: str) -> None:
 
 
 def _block_product(graph: ir.Graph, node: ir.Node, name: str, weight: np.ndarray, bits: int) -> ir.Node:
-    quantized = quantize_blocks(weight, bits)
+    quantized = quantize_blocks(weight, bits, name)
     n, k = quantized.values.shape
     unsigned = (quantized.values.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
     blocks = unsigned.reshape(n, k // 32, 32)

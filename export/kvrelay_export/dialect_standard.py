@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 from kvrelay import contract
 
-from .errors import ExportError
 from .graph import constant, replace, weight_of
 from .quantize import BLOCK, quantize_blocks
 
@@ -80,10 +79,8 @@ def quantize_standard(model: ir.Model, precision: str) -> None:
     """Store every constant weight ``[K, N]`` as symmetric blocks along K behind a DequantizeLinear, in place.
 
     Raises:
-        ExportError: the precision has no meaning in this dialect.
+        ExportError: a weight cannot be cut into blocks.
     """
-    if precision not in ("int4", "int8"):
-        raise ExportError(f"precision {precision} is not part of the standard dialect; it has fp32, int8 and int4")
     graph = model.graph
     bits = int(precision.removeprefix("int"))
     dtype = ir.DataType.INT4 if bits == 4 else ir.DataType.INT8
@@ -95,7 +92,7 @@ def quantize_standard(model: ir.Model, precision: str) -> None:
         weight = weight_of(source)
         if weight is None or source is None:
             continue
-        quantized = quantize_blocks(weight.T if transpose is not None else weight, bits)
+        quantized = quantize_blocks(weight.T if transpose is not None else weight, bits, source.name or "")
         values = np.ascontiguousarray(quantized.values.T)
         name = f"{source.name}.int{bits}_kn"
         stored = ir.val(name, const_value=_tensor(name, values, dtype))

@@ -35,7 +35,7 @@ from tokenizers import Tokenizer
 from .check import CHECK_LENGTH, check_engine, compare_twins
 from .errors import ExportError
 from .graph import fix_shape
-from .lower import lower
+from .lower import check_lowering, lower
 from .program import Geometry, trace
 from .reference import reference_ids, reference_logits
 from .skip import parse_skip_list, search_skip
@@ -115,13 +115,14 @@ def export_bundle(options: ExportOptions, progress: Callable[[str], None] = lamb
     output.parent.mkdir(parents=True, exist_ok=True)
     progress(f"loading {options.source}")
     checkpoint = load_checkpoint(options.source, options.name)
+    stored = _stored_skip_list(options, checkpoint) if "skip" in options.drafts else None
     staging = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-"))
     try:
         weights = WeightsFile(staging / f"weights-{_bundle_id(options, checkpoint)}.bin")
         work = _Work(options, staging, weights, progress)
         target = _trace(work, checkpoint)
         _export_target(work, target)
-        skip = _skip_list(work, target) if "skip" in options.drafts else ()
+        skip = _skip_list(work, target, stored) if "skip" in options.drafts else ()
         _export_drafts(work, target, skip)
         for source in options.draft_models:
             _export_draft_model(work, checkpoint, source)
@@ -146,6 +147,16 @@ def _check_options(options: ExportOptions) -> None:
         raise ExportError("verify shapes: at least one of batch 1 is needed, 1x2 for the exact plain step")
     if options.prefill < 2:
         raise ExportError(f"prefill chunk {options.prefill}: at least 2")
+    for option in ("precisions", "drafts", "draft_models", "verify"):
+        values = getattr(options, option)
+        if len(set(values)) != len(values):
+            raise ExportError(f"{option}: one is named twice in {', '.join(map(str, values))}")
+    if options.context < 2:
+        raise ExportError(f"context {options.context}: at least 2, one token in and one out")
+    for precision in (*options.precisions, *(d for d in options.drafts if d != "skip")):
+        check_lowering(options.dialect, precision, "float32")
+    if options.drafts:
+        check_lowering(options.dialect, "fp32", options.draft_kv)
     if options.output.exists() and not (options.output / "manifest.json").is_file():
         raise ExportError(f"{options.output} exists and is no bundle: it will not be replaced; give another --output")
 
@@ -224,19 +235,26 @@ def _check_static_trace(work: _Work, target: _Traced) -> None:
         )
 
 
-def _skip_list(work: _Work, target: _Traced) -> tuple[str, ...]:
-    options = work.options
+def _stored_skip_list(options: ExportOptions, checkpoint: Checkpoint) -> tuple[str, ...] | None:
+    """Return the skip list that is given or known, or None if it is to be searched."""
+    layers = checkpoint.model.config.num_hidden_layers
     if options.skip is not None:
-        return tuple(parse_skip_list(options.skip, target.entry.layers))
+        return tuple(parse_skip_list(options.skip, layers))
+    if options.search_skip:
+        return None
     stored = Path(__file__).with_name("skip_lists.json")
     lists: dict[str, list[str]] = json.loads(stored.read_text())
-    if not options.search_skip and target.checkpoint.sha256 in lists:
-        return tuple(parse_skip_list(lists[target.checkpoint.sha256], target.entry.layers))
-    if not options.search_skip:
+    if checkpoint.sha256 not in lists:
         raise ExportError(
-            f"draft skip: no skip list is stored for {target.entry.name}; "
+            f"draft skip: no skip list is stored for {checkpoint.name}; "
             "give one with --skip, find one with --search-skip, or leave skip out of --drafts"
         )
+    return tuple(parse_skip_list(lists[checkpoint.sha256], layers))
+
+
+def _skip_list(work: _Work, target: _Traced, stored: tuple[str, ...] | None) -> tuple[str, ...]:
+    if stored is not None:
+        return stored
     found = tuple(search_skip(target.checkpoint.model, target.ids, progress=work.progress))
     if not found:
         raise ExportError(
@@ -247,7 +265,7 @@ def _skip_list(work: _Work, target: _Traced) -> tuple[str, ...]:
 
 def _export_drafts(work: _Work, target: _Traced, skip: tuple[str, ...]) -> None:
     options = work.options
-    if skip:
+    if "skip" in options.drafts:
         for precision in options.precisions:
             graph = lower(target.program, options.dialect, precision, skip=skip, kv_dtype=options.draft_kv)
             _add_engine(work, target, graph, f"{precision}-draft-skip", "draft", precision, draft="skip", skip=skip)

@@ -12,7 +12,25 @@ from .dialect_standard import lower_standard, quantize_standard
 from .errors import ExportError
 from .graph import cancel_reshapes, drop_sublayers, name_weights, prune
 
-__all__ = ["lower"]
+__all__ = ["check_lowering", "lower"]
+
+_PRECISIONS = {"ort": ("fp32", "int8", "int4", "int8-dynamic"), "standard": ("fp32", "int8", "int4")}
+
+
+def check_lowering(dialect: str, precision: str, kv_dtype: str) -> None:
+    """Refuse a combination that no graph exists for.
+
+    Raises:
+        ExportError: the dialect does not have the precision or the cache dtype.
+    """
+    if dialect not in _PRECISIONS:
+        raise ExportError(f"dialect {dialect!r} is unknown: {', '.join(_PRECISIONS)}")
+    if precision not in _PRECISIONS[dialect]:
+        raise ExportError(
+            f"precision {precision} is not part of the {dialect} dialect; it has {', '.join(_PRECISIONS[dialect])}"
+        )
+    if kv_dtype != "float32" and (dialect, kv_dtype) != ("ort", "float16"):
+        raise ExportError(f"a {kv_dtype} KV cache with fp32 engines is part of the ort dialect only, as float16")
 
 
 def lower(
@@ -28,6 +46,7 @@ def lower(
     Raises:
         ExportError: the dialect does not have the precision or the cache dtype.
     """
+    check_lowering(dialect, precision, kv_dtype)
     model = program.clone()
     name_weights(model)
     drop_sublayers(model, skip)
@@ -39,8 +58,6 @@ def lower(
         if kv_dtype != "float32":
             store_kv_as(model, ir.DataType.FLOAT16)
     else:
-        if kv_dtype != "float32":
-            raise ExportError(f"a {kv_dtype} KV cache with fp32 engines is part of the ort dialect only")
         lower_standard(model)
         if precision != "fp32":
             quantize_standard(model, precision)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .errors import ExportError
+
 __all__ = ["BLOCK", "BlockQuantized", "dequantize_blocks", "quantize_blocks", "quantize_columns"]
 
 BLOCK = 32
@@ -24,15 +26,18 @@ class BlockQuantized:
     bits: int
 
 
-def quantize_blocks(weight: np.ndarray, bits: int) -> BlockQuantized:
+def quantize_blocks(weight: np.ndarray, bits: int, name: str = "a weight") -> BlockQuantized:
     """Quantise ``weight`` ``[K, N]`` (float32) in blocks of 32 along K to ``bits`` bits.
 
     Raises:
-        ValueError: K is not a multiple of 32.
+        ExportError: K is not a multiple of 32; the message has ``name``.
     """
     k, n = weight.shape
     if k % BLOCK:
-        raise ValueError(f"block quantisation needs an input width divisible by {BLOCK}, got {k}")
+        raise ExportError(
+            f"{name.removesuffix('.weight_t')} cannot be stored as int{bits}: its input width {k} is not divisible by the "
+            f"block size {BLOCK}; fp32 has no such limit, nor has int8-dynamic"
+        )
     blocks = torch.from_numpy(np.ascontiguousarray(weight.T)).view(n, k // BLOCK, BLOCK)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12)

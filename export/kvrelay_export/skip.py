@@ -64,8 +64,10 @@ def parse_skip_list(skip: Collection[str], layers: int) -> list[str]:
     """Return ``skip`` validated: names are "attention.I" or "mlp.I".
 
     Raises:
-        ExportError: a name is unknown or repeated, or nothing of the model would be left.
+        ExportError: the list is empty, a name is unknown or repeated, or nothing of the model would be left.
     """
+    if not skip:
+        raise ExportError("skip list: it names no sublayer, which makes the draft the target itself (draft self)")
     known = {f"{kind}.{i}" for i in range(layers) for kind in (contract.ATTENTION, contract.MLP)}
     for name in skip:
         if name not in known:

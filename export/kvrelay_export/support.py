@@ -49,7 +49,10 @@ def check_config(config: Any, *, gguf: bool) -> None:
     rope_type = rope.get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
         refuse("rope_parameters.rope_type", rope_type, ", ".join(_ROPE_TYPES))
-    if rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0) != 1.0:
-        refuse("partial_rotary_factor", rope.get("partial_rotary_factor"), "1.0")
-    if getattr(config, "quantization_config", None) and not gguf:
-        refuse("quantization_config", type(config.quantization_config).__name__, "unquantised weights or GGUF")
+    for rotated in (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
+        if rotated not in (None, 1.0):
+            refuse("partial_rotary_factor", rotated, "1.0")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and not gguf:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+        refuse("quantization_config", method, "unquantised weights or GGUF")
