@@ -35,8 +35,8 @@ def quantize_blocks(weight: np.ndarray, bits: int, name: str = "a weight") -> Bl
     k, n = weight.shape
     if k % BLOCK:
         raise ExportError(
-            f"{name.removesuffix('.weight_t')} cannot be stored as int{bits}: its input width {k} is not divisible by the "
-            f"block size {BLOCK}; fp32 has no such limit, nor has int8-dynamic"
+            f"{name.removesuffix('.weight_t')} cannot be stored as int{bits}: its input width {k} is not divisible by "
+            f"the block size {BLOCK}; fp32 has no such limit, nor has int8-dynamic"
         )
     blocks = torch.from_numpy(np.ascontiguousarray(weight.T)).view(n, k // BLOCK, BLOCK)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
