@@ -101,6 +101,7 @@ def _window(request: Request, target: Target, policy: Policy, trace: Callable[[E
         for drafter in policy.drafters:
             drafter.commit(request, matched if drafter is plan.drafter else 0)
     if trace is not None:
+        committed = request.tokens[start + 1 :]
         trace(
             {
                 "pass": "verify" if drafted else "plain",
@@ -108,8 +109,8 @@ def _window(request: Request, target: Target, policy: Policy, trace: Callable[[E
                 "window": plan.window if drafted else 1,
                 "drafted": drafted,
                 "accepted": drafted[:matched],
-                "committed": request.tokens[start + 1 :],
-                "ends_with": "correction" if evaluated > matched else "bonus" if len(window) > matched else "match",
+                "committed": committed,
+                "ends_with": "correction" if evaluated > matched else "bonus" if len(committed) > matched else "match",
                 "kv_length": {"before": start, "written": start + len(window), "after_rollback": request.kv_length},
             }
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,6 +19,8 @@ __all__ = ["Message", "Prompt", "Tokenizer", "first_difference"]
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
+
+_PROMPTS = "a prompt is text, chat messages, or a list of token ids"
 
 
 class Tokenizer:
@@ -56,10 +59,14 @@ class Tokenizer:
             ids = self.backend.encode(prompt).ids
             if len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
                 del ids[0]  # the text brought its own BOS
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            ids = self.backend.encode(self.render(prompt), add_special_tokens=False).ids  # type: ignore[arg-type]
+        elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            raise PromptError(f"the prompt is of type {type(prompt).__name__}: {_PROMPTS}")
         else:
-            ids = self._checked(prompt)  # type: ignore[arg-type]
+            items: list[Any] = list(prompt)
+            if items and isinstance(items[0], Mapping):
+                ids = self.backend.encode(self.render(items), add_special_tokens=False).ids
+            else:
+                ids = self._checked(items)
         if not ids:
             if self.bos_id is None or not self._adds_bos():
                 raise PromptError("the prompt has no tokens and this tokenizer adds no BOS: give at least one token")
@@ -69,12 +76,15 @@ class Tokenizer:
     def _adds_bos(self) -> bool:
         return self.backend.encode("").ids[:1] == [self.bos_id]
 
-    def _checked(self, prompt: Sequence[int]) -> list[int]:
+    def _checked(self, prompt: Sequence[Any]) -> list[int]:
         ids = []
         for i, token in enumerate(prompt):
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise PromptError(f"prompt[{i}] is {token!r}: a prompt is text, chat messages, or a list of token ids")
-            value = token.__index__()
+            try:
+                value = operator.index(token)
+            except TypeError:
+                value = None
+            if value is None or isinstance(token, bool):
+                raise PromptError(f"prompt[{i}] is {token!r}: {_PROMPTS}")
             if not 0 <= value < self.vocab_size:
                 raise PromptError(f"prompt[{i}] is {value}: token ids go from 0 to {self.vocab_size - 1}")
             ids.append(value)
