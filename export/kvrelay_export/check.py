@@ -22,9 +22,12 @@ from .dialect_ort import dequantize_ort
 from .errors import CheckError
 from .weights import WeightsFile
 
-__all__ = ["CHECK_LENGTH", "Limits", "check_engine", "compare_twins"]
+__all__ = ["CHECK_LENGTH", "LONGEST_PASS", "Limits", "check_engine", "compare_twins"]
 
 CHECK_LENGTH = 160
+# Widths of one and more, so that a dynamic engine is read at several shapes.
+_WIDTHS = (17, 1, 1, 5, 1, 2, 8, 1)
+LONGEST_PASS = max(_WIDTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,11 @@ def _run(engine: OrtEngine, model: ModelEntry, ids: np.ndarray) -> tuple[np.ndar
     if entry.role == "prefill":
         return _run_prefill(engine, model, ids)
     batch = entry.batch or 2
-    # Widths of one and more, so that a dynamic engine is read at several shapes.
-    widths = [entry.sequence] if entry.sequence else [17, 1, 1, 5, 1, 2, 8, 1]
+    widths = (entry.sequence,) if entry.sequence else _WIDTHS
     cache = KVCache(model, entry.kv_layers, entry.kv_dtype, slots=batch)
     logits, where = [], []
     start, turn = 0, 0
-    while start + (width := widths[turn % len(widths)] or 1) <= ids.shape[1]:
+    while start + (width := widths[turn % len(widths)]) <= ids.shape[1]:
         bound = engine.bind(cache, width, width, batch=batch)
         bound.input_ids[:] = ids[:batch, start : start + width]
         bound.write_index[:] = start

@@ -230,7 +230,7 @@ def store_kv_as(model: ir.Model, dtype: ir.DataType) -> None:
     graph = model.graph
     for value in (*graph.inputs, *graph.outputs):
         if value.name and value.name.startswith(("past_", "present_")):
-            value.dtype = dtype
+            value.type = ir.TensorType(dtype)  # a new one: the program that this graph is a copy of shares the old
     for node in list(graph):
         if node.op_type != "GroupQueryAttention":
             continue
@@ -245,5 +245,5 @@ def store_kv_as(model: ir.Model, dtype: ir.DataType) -> None:
         ir.convenience.replace_all_uses_with(out, back.outputs[0])
         back.replace_input_with(0, out)
         back.outputs[0].shape = out.shape
-        out.dtype = dtype
+        out.type = ir.TensorType(dtype)
         graph.insert_after(node, [back])

@@ -32,14 +32,14 @@ from kvrelay.manifest import (
 from kvrelay.tokenizer import first_difference
 from tokenizers import Tokenizer
 
-from .check import CHECK_LENGTH, check_engine, compare_twins
+from .check import CHECK_LENGTH, LONGEST_PASS, check_engine, compare_twins
 from .errors import ExportError
 from .graph import fix_shape
 from .lower import check_lowering, lower
 from .program import Geometry, trace
 from .reference import reference_ids, reference_logits
 from .skip import parse_skip_list, search_skip
-from .source import DEFAULT_MODEL, Checkpoint, load_checkpoint, resolve, source_hash
+from .source import DEFAULT_MODEL, Checkpoint, load_checkpoint
 from .weights import WeightsFile
 
 __all__ = ["ExportOptions", "default_drafts", "export_bundle"]
@@ -115,17 +115,20 @@ def export_bundle(options: ExportOptions, progress: Callable[[str], None] = lamb
     output.parent.mkdir(parents=True, exist_ok=True)
     progress(f"loading {options.source}")
     checkpoint = load_checkpoint(options.source, options.name)
+    # All that may be refused is refused here: what follows takes minutes.
+    _check_context(options, checkpoint)
     stored = _stored_skip_list(options, checkpoint) if "skip" in options.drafts else None
+    draft_models = _load_draft_models(options, checkpoint, progress)
     staging = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-"))
     try:
-        weights = WeightsFile(staging / f"weights-{_bundle_id(options, checkpoint)}.bin")
+        weights = WeightsFile(staging / f"weights-{_bundle_id(options, [checkpoint, *draft_models])}.bin")
         work = _Work(options, staging, weights, progress)
         target = _trace(work, checkpoint)
         _export_target(work, target)
         skip = _skip_list(work, target, stored) if "skip" in options.drafts else ()
         _export_drafts(work, target, skip)
-        for source in options.draft_models:
-            _export_draft_model(work, checkpoint, source)
+        for draft in draft_models:
+            _export_draft_model(work, draft)
         weights.close()
         _write_manifest(work, checkpoint)
         _publish(staging, output)
@@ -161,9 +164,15 @@ def _check_options(options: ExportOptions) -> None:
         raise ExportError(f"{options.output} exists and is no bundle: it will not be replaced; give another --output")
 
 
-def _bundle_id(options: ExportOptions, checkpoint: Checkpoint) -> str:
+def _check_context(options: ExportOptions, checkpoint: Checkpoint) -> None:
+    limit = checkpoint.model.config.max_position_embeddings
+    if options.context > limit:
+        raise ExportError(f"--context {options.context} is over max_position_embeddings {limit} of {checkpoint.name}")
+
+
+def _bundle_id(options: ExportOptions, checkpoints: list[Checkpoint]) -> str:
     # Of every model its content, not its path: two bundles must never share a data file name by accident.
-    hashes = [checkpoint.sha256, *(source_hash(resolve(source)) for source in options.draft_models)]
+    hashes = [checkpoint.sha256 for checkpoint in checkpoints]
     facts = {**asdict(options), "output": None, "sha256": hashes, "kvrelay": version("kvrelay")}
     return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -171,10 +180,6 @@ def _bundle_id(options: ExportOptions, checkpoint: Checkpoint) -> str:
 def _trace(work: _Work, checkpoint: Checkpoint) -> _Traced:
     options = work.options
     config = checkpoint.model.config
-    if options.context > config.max_position_embeddings:
-        raise ExportError(
-            f"--context {options.context} is over the model's max_position_embeddings {config.max_position_embeddings}"
-        )
     # A pass of fixed width that starts at the end of the context must still write inside.
     room = max(options.prefill, *(width for _, width in options.verify))
     geometry = Geometry.of(checkpoint.model, -(-(options.context + room) // 64) * 64)
@@ -197,9 +202,10 @@ def _trace(work: _Work, checkpoint: Checkpoint) -> _Traced:
     work.models[entry.name] = entry
     work.progress(f"tracing {entry.name} with dynamic axes")
     program = trace(checkpoint.model, geometry, None)
-    ids = reference_ids(
-        Tokenizer.from_str(checkpoint.tokenizer_json), min(CHECK_LENGTH, options.context), entry.vocab_size
-    )
+    # Long enough for one pass of every engine, even where the context is shorter than a window.
+    widest = max(LONGEST_PASS, *(width for _, width in options.verify))
+    length = max(min(CHECK_LENGTH, options.context), widest)
+    ids = reference_ids(Tokenizer.from_str(checkpoint.tokenizer_json), length, entry.vocab_size)
     return _Traced(checkpoint, entry, program, ids, reference_logits(checkpoint.model, ids))
 
 
@@ -278,15 +284,24 @@ def _export_drafts(work: _Work, target: _Traced, skip: tuple[str, ...]) -> None:
         _add_engine(work, target, graph, f"{draft}-draft", "draft", draft, draft=draft)  # type: ignore[arg-type]
 
 
-def _export_draft_model(work: _Work, target: Checkpoint, source: str) -> None:
-    work.progress(f"loading draft model {source}")
-    checkpoint = load_checkpoint(source)
-    taken = {"none", "ngram", "self", "skip", "auto", *QUANTISED_DRAFTS, *work.models}
-    if checkpoint.name in taken:
-        raise ExportError(f"draft model name {checkpoint.name!r} is taken; rename its folder")
-    difference = first_difference(target.tokenizer_json, checkpoint.tokenizer_json)
-    if difference is not None:
-        raise ExportError(f"draft model {checkpoint.name} has another tokenizer than {target.name}: {difference}")
+def _load_draft_models(options: ExportOptions, target: Checkpoint, progress: Callable[[str], None]) -> list[Checkpoint]:
+    taken = {"none", "ngram", "self", "skip", "auto", *QUANTISED_DRAFTS, target.name}
+    loaded = []
+    for source in options.draft_models:
+        progress(f"loading draft model {source}")
+        draft = load_checkpoint(source)
+        if draft.name in taken:
+            raise ExportError(f"draft model name {draft.name!r} is taken; rename its folder")
+        taken.add(draft.name)
+        difference = first_difference(target.tokenizer_json, draft.tokenizer_json)
+        if difference is not None:
+            raise ExportError(f"draft model {draft.name} has another tokenizer than {target.name}: {difference}")
+        _check_context(options, draft)
+        loaded.append(draft)
+    return loaded
+
+
+def _export_draft_model(work: _Work, checkpoint: Checkpoint) -> None:
     traced = _trace(work, checkpoint)
     precision = work.options.precisions[0]
     graph = lower(traced.program, work.options.dialect, precision)

