@@ -68,4 +68,5 @@ def chat(
             style="dim",
             markup=False,
             highlight=False,
+            soft_wrap=True,
         )

@@ -1,0 +1,46 @@
+# `make run` and `make test` are all that a newcomer needs; each sets up what it uses.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUNDLE := engines/smollm2-135m-instruct
+PROMPT ?= Why is the sky blue?
+# A CPU build of torch is enough for exporting; give TORCH="torch --index-url ..." for another.
+TORCH ?= torch==2.13.0
+
+.PHONY: env export run test test-full style bench clean
+
+env: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "exporting needs Python 3.11 or newer: make PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[cpu,export,dev]'
+	touch $@
+
+export: $(BUNDLE)/manifest.json
+
+$(BUNDLE)/manifest.json: | $(VENV)/.ready
+	$(BIN)/kvrelay export smollm2-135m-instruct --output $(BUNDLE)
+
+run: export
+	$(BIN)/kvrelay run $(BUNDLE) "$(PROMPT)"
+
+test: export
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: export
+	$(BIN)/python -m pytest
+
+style: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: export
+	$(BIN)/kvrelay bench $(BUNDLE) --precision fp32
+	$(BIN)/kvrelay bench $(BUNDLE) --precision int4
+
+clean:
+	rm -rf $(VENV) engines/*/ engines/.[!.]* dist build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

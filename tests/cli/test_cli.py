@@ -1,0 +1,187 @@
+"""The command line: what it prints, and that bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def kvrelay(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from kvrelay.cli import main; main()", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+
+def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("kvrelay: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def test_run_streams_the_text_that_the_api_gives(llama_bundle: Path) -> None:
+    done = kvrelay(
+        "run", llama_bundle, "hello", "-n", 12, "--threads", 2, "--draft", "ngram", "--ignore-eos", "--seed", 1
+    )
+    assert done.returncode == 0, done.stderr
+    for row in ("acceptance", "tokens per verify", "plain decoding", "bytes copied"):
+        assert row in done.stderr
+    import kvrelay as api
+
+    pipe = api.Pipeline(llama_bundle, draft="none", threads=2)
+    expected = pipe.generate([{"role": "user", "content": "hello"}], max_new_tokens=12, ignore_eos=True)
+    assert done.stdout == expected.text + "\n"
+
+
+def test_raw_takes_the_prompt_as_it_is_and_a_dash_reads_standard_input(llama_bundle: Path) -> None:
+    given = kvrelay("run", llama_bundle, "abc", "--raw", "-n", 5, "--quiet", "--ignore-eos")
+    read = kvrelay("run", llama_bundle, "-", "--raw", "-n", 5, "--quiet", "--ignore-eos", input="abc")
+    assert given.returncode == read.returncode == 0
+    assert given.stdout == read.stdout
+    assert given.stderr == ""
+
+
+def test_the_trace_tells_every_window(llama_bundle: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    done = kvrelay(
+        "run", llama_bundle, "hello hello hello", "-n", 20, "--draft", "self", "--window", 4, "--trace", trace
+    )
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert events[0]["pass"] == "prefill"
+    length = events[0]["kv_length"]
+    for event in events[1:]:
+        kv = event["kv_length"]
+        assert kv["before"] == length
+        assert kv["after_rollback"] == length + len(event["committed"])
+        assert event["committed"][: len(event["accepted"])] == event["accepted"]
+        length = kv["after_rollback"]
+    assert list(tmp_path.iterdir()) == [trace]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "-1"], ["temperature=-1.0", "0 (greedy)"]),
+        (["--top-p", "0"], ["top_p=0.0"]),
+        (["--top-k", "-1"], ["top_k=-1"]),
+        (["--seed", "-3"], ["seed=-3"]),
+        (["-n", "0"], ["max_new_tokens=0"]),
+        (["--draft", "nonsense"], ["draft='nonsense'", "ngram", "skip"]),
+        (["--window", "1"], ["window=1", "2, 4, 8, 16"]),
+        (["--precision", "fp64"], ["precision='fp64'", "fp32", "int4"]),
+        (["--threads", "0"], ["threads=0"]),
+        (["--raw", "--system", "x"], ["--system", "--raw"]),
+        (["--trace", "/nonexistent-folder/trace.jsonl"], ["--trace"]),
+    ],
+)
+def test_a_bad_option_is_one_line(llama_bundle: Path, options: list[str], words: list[str]) -> None:
+    assert_one_clear_line(kvrelay("run", llama_bundle, "x", *options), *words)
+
+
+def test_a_prompt_longer_than_the_context_names_both(llama_bundle: Path) -> None:
+    assert_one_clear_line(kvrelay("run", llama_bundle, "x" * 300, "--raw"), "300 tokens", "256", "--context")
+
+
+def test_a_damaged_bundle_is_one_line(llama_bundle: Path, tmp_path: Path) -> None:
+    assert_one_clear_line(kvrelay("run", tmp_path / "none", "x"), "does not exist", "kvrelay export")
+    copy = Path(shutil.copytree(llama_bundle, tmp_path / "copy"))
+    engine = copy / "fp32-verify-1x4.onnx"
+    engine.write_bytes(engine.read_bytes()[:-100])
+    assert_one_clear_line(kvrelay("inspect", copy), "fp32-verify-1x4.onnx", "bytes")
+    engine.unlink()
+    assert_one_clear_line(kvrelay("run", copy, "x"), "fp32-verify-1x4.onnx", "missing")
+
+
+def test_inspect_shows_engines_shapes_hashes_and_kv_bytes(llama_bundle: Path) -> None:
+    done = kvrelay("inspect", llama_bundle, "--context", 100, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    for word in ("fp32-verify-1x8", "[1, 8]", "[B, S]", "int8-dynamic", "shared by all engines", "KV float32"):
+        assert word in done.stdout
+    manifest = json.loads(kvrelay("inspect", llama_bundle, "--json").stdout)
+    model = manifest["models"][manifest["target"]]
+    kv = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * 4 * 100
+    assert f"{kv:,} bytes for 100 tokens" in done.stdout
+
+
+def test_bench_compares_plain_decoding_with_each_draft(llama_bundle: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps({"a": "hello", "b": [{"role": "user", "content": "bye"}]}))
+    options = ["--prompts", prompts, "--rounds", 1, "-n", 10, "--drafts", "ngram,skip", "--sampled", "--json"]
+    done = kvrelay("bench", llama_bundle, *options)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    cases = {r["case"] for r in rows}
+    assert cases == {"none", "none, not exact", "ngram", "skip", "none, sampled", "ngram, sampled", "skip, sampled"}
+    assert {r["prompt"] for r in rows} == {"a", "b"}
+    assert all(r["tokens_per_second"] > 0 for r in rows)
+    prompts.write_text("[1]")
+    assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "--prompts")
+
+
+def test_chat_reuses_earlier_turns_and_ends_at_an_empty_line(llama_bundle: Path) -> None:
+    done = kvrelay("chat", llama_bundle, "-n", 6, input="hi\nmore\n\n")
+    assert done.returncode == 0, done.stderr
+    reused = [int(n) for n in re.findall(r"(\d+) of \d+ prompt tokens reused", done.stderr)]
+    assert reused[0] == 0
+    assert reused[1] > 0
+
+
+def test_interrupt_ends_with_the_text_so_far(llama_bundle: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    code = (
+        "import time, kvrelay.cli.run as r, kvrelay.pipeline as p\n"
+        "step = p.generate\n"
+        "def slow(*a):\n"
+        "    for piece in step(*a):\n"
+        "        time.sleep(0.05); yield piece\n"
+        "p.generate = slow\n"
+        "from kvrelay.cli import main; main()\n"
+    )
+    command = [sys.executable, "-c", code, "run", str(llama_bundle), "hello", "-n", "200", "--draft", "none"]
+    process = subprocess.Popen(
+        [*command, "--ignore-eos", "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "cancelled" in err
+    assert "Traceback" not in err
+    assert out.endswith("\n")
+    assert 1 < len(trace.read_text().splitlines()) < 200
+
+
+def test_export_reports_bad_input_in_one_line(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert_one_clear_line(kvrelay("export", tmp_path / "nothing", "-o", output), "no model at")
+    assert_one_clear_line(kvrelay("export", tmp_path, "-o", output), "config.json")
+    assert_one_clear_line(kvrelay("export", "--verify", "8", "-o", output), "--verify", "GROUPxWINDOW")
+    assert_one_clear_line(kvrelay("export", "--precisions", "fp8", "-o", output), "fp8", "int4")
+    assert not output.exists()
+
+
+def test_without_a_backend_the_first_use_says_which_extra_to_install(llama_bundle: Path) -> None:
+    code = (
+        "import sys; sys.modules['onnxruntime'] = None\n"
+        "import kvrelay\n"
+        "try: kvrelay.Pipeline(sys.argv[1])\n"
+        "except kvrelay.BackendMissingError as e: print(e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(llama_bundle)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "kvrelay[cpu]" in done.stdout, done.stderr
