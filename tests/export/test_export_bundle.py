@@ -37,7 +37,7 @@ def find(bundle: Bundle, name: str) -> EngineEntry:
     return next(e for e in bundle.manifest.engines if e.name == name)
 
 
-def test_fixed_engines_have_numbers_for_axes_and_dynamic_ones_names(
+def test_axes_of_fixed_engines_are_numbers_and_of_dynamic_ones_names(
     bundle: Bundle, graphs: dict[str, ir.Model]
 ) -> None:
     for engine in bundle.manifest.engines:
