@@ -34,7 +34,12 @@ def _export(context: typer.Context) -> None:
     (found,) = entry_points(group="kvrelay.commands", name="export")
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(found.load())
-    command(args=context.args, prog_name="kvrelay export", standalone_mode=False)
+    try:
+        command(args=context.args, prog_name="kvrelay export", standalone_mode=False)
+    except ModuleNotFoundError as error:
+        raise KvrelayError(
+            f"exporting needs {error.name}, which is not installed: pip install 'kvrelay[export]' (Python 3.11 or newer)"
+        ) from None
 
 
 app.command()(run)

@@ -1,0 +1,53 @@
+"""Greedy text of the fp32 bundle is that of transformers, or parts from it at a near tie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kvrelay
+import pytest
+import torch
+from kvrelay.bundle import open_bundle
+from kvrelay_export.source import load_checkpoint
+from prompts import PROMPTS, chat
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_checkpoint("smollm2-135m-instruct").model
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length"),
+    [(PROMPTS[:2], 24), pytest.param(PROMPTS, 64, marks=pytest.mark.full)],
+    ids=["2 prompts", "20 prompts"],
+)
+def test_greedy_equals_transformers(
+    default_bundle: Path, model: Any, prompts: list[str], length: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = open_bundle(default_bundle).manifest
+    fp32 = [e for e in manifest.engines if e.precision == "fp32" and not e.skip]
+    export_error = max(e.check.max_logit_diff for e in fp32 if e.check)
+    pipe = kvrelay.Pipeline(default_bundle, draft="auto", precision="fp32")
+    parted = 0
+    for prompt in prompts:
+        ids = pipe.encode(chat(prompt))
+        ours = pipe.generate(ids, max_new_tokens=length).token_ids
+        with torch.no_grad():
+            full = model.generate(
+                torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=manifest.generation.eos_ids
+            )
+        theirs = full[0, len(ids) :].tolist()
+        if ours == theirs:
+            continue
+        parted += 1
+        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + theirs[:at]])).logits[0, -1]
+        top = logits.topk(2)
+        margin = float(top.values[0] - top.values[1])
+        assert {ours[at], theirs[at]} == set(top.indices.tolist()), prompt
+        assert margin < 2 * export_error, f"{prompt!r} parts at {at} with margin {margin}, allowed {2 * export_error}"
+    with capsys.disabled():
+        print(f"\n{len(prompts)} prompts x {length} tokens: {parted} part from transformers, each at a near tie")
