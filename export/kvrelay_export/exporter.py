@@ -304,7 +304,7 @@ def _load_draft_models(options: ExportOptions, target: Checkpoint, progress: Cal
 def _export_draft_model(work: _Work, checkpoint: Checkpoint) -> None:
     traced = _trace(work, checkpoint)
     precision = work.options.precisions[0]
-    graph = lower(traced.program, work.options.dialect, precision)
+    graph = lower(traced.program, work.options.dialect, precision, kv_dtype=work.options.draft_kv)
     name = f"{precision}-draft-{checkpoint.name}"
     _add_engine(work, traced, graph, name, "draft", precision, draft=checkpoint.name)
 
