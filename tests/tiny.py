@@ -77,3 +77,23 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     model.save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
+
+
+def target_model() -> PreTrainedModel:
+    """The model behind most bundles of the runtime tests."""
+    return build_model("llama", num_hidden_layers=3)
+
+
+def cousin_of(model: PreTrainedModel, *, noise: float = 0.004, padded_vocab_size: int = 384) -> PreTrainedModel:
+    """A copy with a little noise on its weights and a padded tail whose logits are the largest by far."""
+    cousin = build_model("llama", num_hidden_layers=3, vocab_size=padded_vocab_size)
+    generator = torch.Generator().manual_seed(1)
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, weight in cousin.state_dict().items():
+            rows = state[name].shape[0]
+            weight[:rows] = state[name] + noise * torch.randn(state[name].shape, generator=generator)
+        # Loud whatever the hidden state is: one of a row and its negative is large.
+        head = cousin.lm_head.weight
+        head[PADDED_VOCAB_SIZE:] = 3.0 * torch.randn(head[PADDED_VOCAB_SIZE:].shape, generator=generator)
+    return cousin

@@ -75,7 +75,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "unknown target": (lambda m: m.update(target="nobody"), "target 'nobody' is not among the models"),
     "unknown model of an engine": (lambda m: m["engines"][0].update(model="nobody"), "unknown model 'nobody'"),
     "engine named twice": (lambda m: m["engines"][1].update(name=m["engines"][0]["name"]), "not unique"),
-    "layer that is none": (lambda m: m["engines"][0].update(kv_layers=[0, 9]), r"a layer outside 0\.\.3"),
+    "layer that is none": (lambda m: m["engines"][0].update(kv_layers=[0, 9]), r"a layer outside 0\.\.2"),
     "hash that is none": (lambda m: m["weights"].update(sha256="abc"), r"not valid at weights\.sha256"),
     "verify without a shape": (
         lambda m: next(e for e in m["engines"] if e["role"] == "verify").update(sequence=None),

@@ -73,11 +73,11 @@ def test_a_pass_may_start_from_an_empty_cache(bundle: Bundle, name: str) -> None
     entry = entry_of(bundle, name)
     engine = new_engine(bundle, name)
     width, rows = entry.sequence or 1, entry.rows or 1
-    bound = engine.bind(KVCache(bundle.target, range(4)), width, rows)
+    bound = engine.bind(KVCache(bundle.target, range(3)), width, rows)
     bound.input_ids[:] = TEXT[0, :width]
     bound.logit_rows[:] = np.arange(rows) if rows > 1 else width - 1
     bound.run()
-    whole = run(new_engine(bundle, "fp32-decode"), KVCache(bundle.target, range(4)), TEXT[:1, :width], 0)
+    whole = run(new_engine(bundle, "fp32-decode"), KVCache(bundle.target, range(3)), TEXT[:1, :width], 0)
     assert np.allclose(bound.logits[0], whole[0, -rows:], atol=1e-4)
 
 
@@ -85,9 +85,9 @@ def test_a_pass_may_start_from_an_empty_cache(bundle: Bundle, name: str) -> None
 def test_rows_that_accept_different_numbers_of_tokens_equal_their_own_runs(bundle: Bundle, name: str) -> None:
     width = 4
     engine = new_engine(bundle, name)
-    cache = KVCache(bundle.target, range(4), slots=3)
+    cache = KVCache(bundle.target, range(3), slots=3)
     texts = TEXT.copy()
-    alone = [run(engine, KVCache(bundle.target, range(4)), texts[row : row + 1], 0)[0] for row in range(3)]
+    alone = [run(engine, KVCache(bundle.target, range(3)), texts[row : row + 1], 0)[0] for row in range(3)]
     lengths = np.array([3, 7, 12])
     for row, length in enumerate(lengths):
         bound = engine.bind(cache, int(length), 1, slot=row)
@@ -110,18 +110,18 @@ def test_rows_that_accept_different_numbers_of_tokens_equal_their_own_runs(bundl
             lengths[row] += accepted[row] + 1
         if turn == 9:  # row 1 ends and another request takes its slot
             texts[1] = TEXT[1][::-1]
-            alone[1] = run(engine, KVCache(bundle.target, range(4)), texts[1:2], 0)[0]
+            alone[1] = run(engine, KVCache(bundle.target, range(3)), texts[1:2], 0)[0]
             lengths[1] = 0
 
 
 def test_a_shape_that_an_engine_lacks_is_refused_with_both_shapes(bundle: Bundle) -> None:
-    engine, cache = new_engine(bundle, "fp32-verify-1x8"), KVCache(bundle.target, range(4))
+    engine, cache = new_engine(bundle, "fp32-verify-1x8"), KVCache(bundle.target, range(3))
     with pytest.raises(EngineError, match=r"\(1, 8, 8\), asked for \(1, 4, 4\)"):
         engine.bind(cache, 4, 4)
     with pytest.raises(EngineError, match="wants a float32 cache"):
-        engine.bind(KVCache(bundle.target, range(4), np.float16), 8, 8)
+        engine.bind(KVCache(bundle.target, range(3), np.float16), 8, 8)
     with pytest.raises(EngineError, match="wants a float32 cache of layers"):
-        engine.bind(KVCache(bundle.target, range(3)), 8, 8)
+        engine.bind(KVCache(bundle.target, range(2)), 8, 8)
     with pytest.raises(EngineError, match=r"slots 1\.\.1 lie outside a cache of 1"):
         engine.bind(cache, 8, 8, slot=1)
 
@@ -145,7 +145,7 @@ def test_bound_memory_outlives_the_names_that_it_had(bundle: Bundle) -> None:
     engine = new_engine(bundle, "fp32-decode")
 
     def bind() -> object:
-        cache = KVCache(bundle.target, range(4))
+        cache = KVCache(bundle.target, range(3))
         for tensor in cache.tensors.values():
             tensor[:, :, :20] = 0.25
         bound = engine.bind(cache, 3, 3)

@@ -46,14 +46,14 @@ def models(draw: st.DrawFn) -> onnx.ModelProto:
     return model
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(models())
 def test_a_change_that_changes_nothing_keeps_the_model_equal(model: onnx.ModelProto) -> None:
     found = onnx.ModelProto.FromString(redirect(model.SerializeToString(), lambda entry: entry))
     assert found.SerializeToString(deterministic=True) == model.SerializeToString(deterministic=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(models(), names, st.integers(0, 2**63))
 def test_only_the_external_data_of_initializers_changes(model: onnx.ModelProto, location: str, offset: int) -> None:
     def change(entry: ExternalData) -> ExternalData:
@@ -83,7 +83,7 @@ def test_a_bundles_engine_keeps_equal_and_names_every_weight(llama_bundle: Path)
     assert {Path(entry["location"]).suffix for entry in seen} == {".bin"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(min_size=1, max_size=60))
 def test_bytes_that_are_no_model_give_a_value_error_or_pass_through(data: bytes) -> None:
     with contextlib.suppress(ValueError):

@@ -44,7 +44,7 @@ def test_present_lies_at_the_address_of_past(llama_bundle: Path) -> None:
 
 def test_a_slot_is_bound_at_its_own_address(llama_bundle: Path) -> None:
     pipe = plain(llama_bundle)
-    cache = KVCache(pipe._bundle.target, range(4), slots=3)
+    cache = KVCache(pipe._bundle.target, range(3), slots=3)
     bound = pipe._box.engine(decode_entry(pipe)).bind(cache, 2, 1, slot=1, batch=2)
     assert isinstance(bound, OrtPass)
     assert [v.data_ptr() for v in bound._binding.get_outputs()][1:] == [cache.address(n, 1) for n in cache.tensors]
@@ -91,7 +91,7 @@ def test_a_pass_writes_its_own_rows_and_no_other_byte(llama_bundle: Path, role: 
     pipe = plain(llama_bundle)
     for entry in pipe._bundle.engines(role=role, precision="fp32"):
         width = entry.sequence or 3
-        cache = KVCache(pipe._bundle.target, range(4))
+        cache = KVCache(pipe._bundle.target, range(3))
         random = np.random.default_rng(0)
         for tensor in cache.tensors.values():
             tensor[:] = random.normal(size=tensor.shape)
@@ -134,7 +134,7 @@ def test_shared_drafts_copy_no_kv(llama_bundle: Path) -> None:
     for draft in ("none", "ngram", "self", "int4", "int8-dynamic", "skip", "cousin"):
         stats = Pipeline(llama_bundle, draft=draft, window=8).generate(PROMPT, max_new_tokens=50).stats
         assert stats.kv_bytes_copied == 0, draft
-        assert stats.kv_bytes == 2 * 4 * 2 * 16 * 4 * 320
+        assert stats.kv_bytes == 2 * 3 * 2 * 16 * 4 * 320
 
 
 @pytest.mark.parametrize("window", [4, 16])
@@ -173,5 +173,5 @@ def test_a_hand_over_copies_each_verified_entry_once_and_counts_its_bytes(
 def test_a_cache_that_cannot_fit_is_refused_with_both_numbers(llama_bundle: Path) -> None:
     model = plain(llama_bundle)._bundle.target
     with pytest.raises(MemoryBudgetError, match=r"1000000000 slot\(s\) x 320 entries needs \d+ MiB, \d+ MiB are"):
-        KVCache(model, range(4), slots=10**9)
-    assert KVCache(model, range(4)).bytes == sum(t.nbytes for t in KVCache(model, range(4)).tensors.values())
+        KVCache(model, range(3), slots=10**9)
+    assert KVCache(model, range(3)).bytes == sum(t.nbytes for t in KVCache(model, range(3)).tensors.values())

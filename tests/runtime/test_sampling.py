@@ -50,7 +50,7 @@ def chi_square(found: np.ndarray, wanted: np.ndarray) -> tuple[float, int]:
     return float(((found[possible] - expected) ** 2 / expected).sum()), int(possible.sum()) - 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rows, seeds, positions, st.floats(0.05, 20))
 def test_noise_for_likely_tokens_alone_chooses_as_noise_for_all(
     row: np.ndarray, seed: int, position: int, temperature: float
@@ -59,7 +59,7 @@ def test_noise_for_likely_tokens_alone_chooses_as_noise_for_all(
     assert sampler.pick(row, position) == naive(row, seed, position, temperature)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, st.floats(0.3, 3))
 def test_a_large_flat_vocabulary_is_drawn_from_everywhere(seed: int, temperature: float) -> None:
     row = np.random.default_rng(seed).normal(0, 3, 50_000).astype(np.float32)
@@ -68,7 +68,7 @@ def test_a_large_flat_vocabulary_is_drawn_from_everywhere(seed: int, temperature
         assert sampler.pick(row, position) == naive(row, seed, position, temperature)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rows, seeds, positions, st.integers(1, 450), st.floats(0.01, 1), st.floats(0, 1))
 def test_filters_keep_the_most_likely_tokens_they_promise(
     row: np.ndarray, seed: int, position: int, top_k: int, top_p: float, min_p: float

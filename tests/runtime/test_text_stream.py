@@ -83,7 +83,7 @@ def test_characters_split_over_tokens_arrive_whole(kind: str) -> None:
 
 
 @tokenizers
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parts=st.lists(texts, max_size=4))
 def test_the_pieces_of_any_ids_join_to_what_decoding_at_once_gives(kind: str, parts: list[str]) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -95,7 +95,7 @@ def test_the_pieces_of_any_ids_join_to_what_decoding_at_once_gives(kind: str, pa
 
 
 @tokenizers
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=texts, places=st.lists(st.integers(0, 200), max_size=12))
 @example(text="a\u4f60", places=[1, 1, 1, 1, 1])
 def test_special_tokens_in_between_change_no_text(kind: str, text: str, places: list[int]) -> None:
@@ -108,7 +108,7 @@ def test_special_tokens_in_between_change_no_text(kind: str, text: str, places: 
     assert found.text == decoder(tokenizer)(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.lists(st.sampled_from([0x41, 0x80, 0xBD, 0xA0, 0xE4, 0xF0, 0x9F, 0x99, 0x82, 0xFF, 0xC3]), max_size=14))
 @example(data=[0x80, 0x80, 0x80, 0xE4, 0xBD, 0xA0])
 def test_bytes_that_are_no_characters_cost_no_character_after_them(data: list[int]) -> None:
@@ -118,7 +118,7 @@ def test_bytes_that_are_no_characters_cost_no_character_after_them(data: list[in
 
 
 @tokenizers
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=texts,
     stops=st.lists(st.text(st.sampled_from("opst .\u00e1\u4f60\U0001f642"), min_size=1, max_size=5), max_size=3),
