@@ -94,16 +94,21 @@ def test_the_verifier_overwrites_what_a_shared_draft_left_in_every_layer(llama_b
     assert_same(found, wanted)
 
 
+SCRIPT = [0, 7, None, 1, None, None, 7, 7, 2, None, None, None, None]  # None: a plain step
+
+
 class _Erring(EngineDrafter):
     """Drafts with an engine, and goes wrong after as many right candidates as a script says."""
 
     def begin(self, request: Request) -> None:
         super().begin(request)
-        self.script = itertools.cycle([0, 7, 1, 7, 7, 2])
-        self.seen: list[int] = []
+        self.script = itertools.cycle(SCRIPT)
 
     def propose(self, request: Request, count: int) -> list[int]:
-        self._wrong_from = len(request.tokens) + next(self.script)
+        right = next(self.script)
+        if right is None:
+            return []
+        self._wrong_from = len(request.tokens) + right
         drafted = super().propose(request, count)
         self.after_propose(request)
         return drafted
@@ -144,4 +149,4 @@ def test_a_draft_with_its_own_cache_holds_a_fresh_prefill_after_any_acceptance(l
     assert_same(found, wanted)
     assert len(lengths) > 20
     if draft == "target":
-        assert accepted[1:13] == [0, 7, 1, 7, 7, 2] * 2
+        assert accepted[1 : 1 + len(SCRIPT)] == [right or 0 for right in SCRIPT]
