@@ -15,7 +15,7 @@ from .bundle import Bundle
 from .classes import Shape, find_class
 from .costs import Pattern, measure
 from .engine import BoundPass, Engine
-from .errors import ExactnessError
+from .errors import EngineError, ExactnessError
 from .kv import KVCache
 from .manifest import EngineEntry
 from .ort import OrtEngine, use_threads
@@ -74,7 +74,10 @@ class Box:
             engine = _loaded.get(key)
             if engine is None:
                 self._progress(f"loading {entry.name}")
-                engine = _loaded[key] = OrtEngine(entry, file, prepared=True)
+                try:
+                    engine = _loaded[key] = OrtEngine(entry, file, prepared=True)
+                except EngineError as error:
+                    raise EngineError(f"{error}; if the box's cache is damaged, delete {file.parent}") from None
             self._engines[entry.name] = engine  # keeps it loaded for as long as this box is in use
         return engine
 

@@ -25,8 +25,8 @@ class Drafter(Protocol):
         """Return up to ``count`` candidates for the positions after the request's last committed token."""
         ...
 
-    def commit(self, request: Request, matched: int) -> None:
-        """Learn that the first ``matched`` of the last candidates are now committed."""
+    def commit(self, request: Request) -> None:
+        """Learn that a window was committed: entries behind the request's ``kv_length`` are rolled back."""
         ...
 
 
@@ -72,7 +72,7 @@ class EngineDrafter:
         """Forget the former request's entries."""
         self._length = 0
         if self._hand_over is not None:
-            self._hand_over.truncate(0)
+            self._hand_over.restart()
 
     def propose(self, request: Request, count: int) -> list[int]:
         """Draft ``count`` tokens, fewer after one that would end the request."""
@@ -103,13 +103,9 @@ class EngineDrafter:
         stats.draft_runs += sum(p.runs for p in self._passes.values()) - runs
         return drafted
 
-    def commit(self, request: Request, matched: int) -> None:
-        """Keep the entries of committed tokens: those before this window, its first token and the matches fed."""
-        # Before this window's tokens were committed, the last committed token sat at kv_length - 1 - matched.
+    def commit(self, request: Request) -> None:
+        """Keep the entries of committed tokens; what was fed behind them is rolled back."""
         self._length = min(self._length, request.kv_length)
-        if self._hand_over is not None:
-            # The verifier has rewritten every entry of the window.
-            self._hand_over.truncate(request.kv_length - 1 - matched)
 
     def _catch_up(self, tokens: Sequence[int], end: int) -> None:
         """Feed the tokens before ``end`` that the engine's own cache lacks."""
@@ -169,5 +165,5 @@ class NgramDrafter:
                 return tokens[start : start + count]
         return []
 
-    def commit(self, request: Request, matched: int) -> None:
+    def commit(self, request: Request) -> None:
         """Nothing to keep: the text itself is the state."""

@@ -74,12 +74,12 @@ class HandOver:
         self.length = 0
         self.bytes = 0
 
-    def truncate(self, length: int) -> None:
-        """Forget entries from ``length`` on: the source has rewritten them, or the destination has."""
-        self.length = min(self.length, length)
+    def restart(self) -> None:
+        """Forget what was copied: a new request has the slot."""
+        self.length = 0
 
     def advance(self, length: int, slot: int = 0) -> None:
-        """Copy the entries that the destination lacks up to ``length``."""
+        """Copy the entries that the destination lacks up to ``length``, all of them committed."""
         if length <= self.length:
             return
         span = slice(self.length, length)

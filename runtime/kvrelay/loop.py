@@ -99,7 +99,7 @@ def _window(request: Request, target: Target, policy: Policy, trace: Callable[[E
     policy.learn(plan, evaluated, matched)
     if plan.drafter is not None:
         for drafter in policy.drafters:
-            drafter.commit(request, matched if drafter is plan.drafter else 0)
+            drafter.commit(request)
     if trace is not None:
         committed = request.tokens[start + 1 :]
         trace(

@@ -49,7 +49,7 @@ class Scripted:
         tokens = self._right[at : at + count]
         return [t if i < good else self._wrong(t) for i, t in enumerate(tokens)]
 
-    def commit(self, request: Request, matched: int) -> None:
+    def commit(self, request: Request) -> None:
         """Nothing to learn."""
 
 

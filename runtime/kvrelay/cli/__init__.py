@@ -38,7 +38,7 @@ def _export(context: typer.Context) -> None:
         command(args=context.args, prog_name="kvrelay export", standalone_mode=False)
     except ModuleNotFoundError as error:
         raise KvrelayError(
-            f"exporting needs {error.name}, which is not installed: pip install 'kvrelay[export]' (Python 3.11 or newer)"
+            f"exporting needs {error.name}, which is not installed: pip install 'kvrelay[export]' (Python 3.11)"
         ) from None
 
 

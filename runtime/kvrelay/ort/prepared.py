@@ -88,8 +88,9 @@ class _Pool:
         self.data = folder / "weights.bin"
         self.index_file = folder / "weights.json"
         self.index: dict[str, int] = read_json(self.index_file) or {}
-        # Bytes after the last indexed tensor are what a killed run left behind; new tensors go over them.
-        self.end = self.index.get("end", 0)
+        # Bytes after the last indexed tensor are what a killed run left behind; new tensors go over them. Without an
+        # index nothing is known to be free.
+        self.end = self.index.get("end", self.data.stat().st_size if self.data.exists() else 0)
 
     def adopt(self, entry: ExternalData, source: object) -> ExternalData:
         """Keep what ``entry`` points to in ``source`` and return the entry that points into the pool."""
