@@ -96,7 +96,7 @@ def _window(request: Request, target: Target, policy: Policy, trace: Callable[[E
     stats.plain_passes += not drafted
     stats.rollbacks += evaluated > matched
     stats.stored_verify_ms += policy.costs.pass_ms(plan.window if drafted else 0)
-    policy.learn(plan, evaluated, matched)
+    policy.learn(plan, evaluated, matched, request.tokens[start + 1 :])
     if plan.drafter is not None:
         for drafter in policy.drafters:
             drafter.commit(request)

@@ -54,6 +54,11 @@ class _Track:
     def acceptance(self) -> float:
         return (self.accepted + self.prior * _PRIOR_WEIGHT) / (self.evaluated + _PRIOR_WEIGHT)
 
+    def add(self, evaluated: int, accepted: int) -> None:
+        self.fade(_FADE_WINDOW)
+        self.evaluated += evaluated
+        self.accepted += accepted
+
     def fade(self, factor: float) -> None:
         self.evaluated *= factor
         self.accepted *= factor
@@ -102,6 +107,9 @@ class Policy:
     priors: dict[str, float]
     fixed: bool
     _tracks: dict[str, _Track] = field(init=False)
+    # What each lookup proposed for the window at hand. Lookups cost nothing, so they are judged at every window,
+    # whether or not another draft was used.
+    _looked_up: dict[str, list[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._tracks = {d.name: _Track(self.priors[d.name]) for d in self.drafters}
@@ -109,13 +117,16 @@ class Policy:
     def plan(self, request: Request) -> Plan:
         """Plan the next window: at most as many candidates as tokens may still be committed before the last."""
         most = min(self.windows[-1], request.remaining) - 1
+        self._looked_up.clear()
         best: Plan | None = None
         best_time = self.costs.plain / _MARGIN if not self.fixed else float("inf")
         for drafter in self.drafters if most > 0 else ():
             step = self.costs.draft[drafter.name]
             known = drafter.propose(request, most) if step == 0 else []
-            if step == 0 and not known:
-                continue
+            if step == 0:
+                if not known:
+                    continue
+                self._looked_up[drafter.name] = known
             time, count, window = self._best_length(drafter.name, len(known) or most)
             if time < best_time:
                 best_time, best = time, Plan(drafter, known[:count], count, window)
@@ -133,16 +144,20 @@ class Policy:
         index = max(i for i, t in enumerate(times) if t <= shortest * 1.000001)
         return shortest, *lengths[index]
 
-    def learn(self, plan: Plan, evaluated: int, accepted: int) -> None:
-        """Take in the outcome of a window."""
+    def learn(self, plan: Plan, evaluated: int, accepted: int, committed: Sequence[int]) -> None:
+        """Take in the outcome of a window, ``committed`` being the tokens that it added."""
+        for name, proposed in self._looked_up.items():
+            matched = 0
+            for a, b in zip(proposed, committed, strict=False):
+                if a != b:
+                    break
+                matched += 1
+            self._tracks[name].add(min(matched + 1, len(proposed), len(committed)), matched)
         if plan.drafter is None:
             for track in self._tracks.values():
                 track.fade(_FADE_PLAIN)
-            return
-        track = self._tracks[plan.drafter.name]
-        track.fade(_FADE_WINDOW)
-        track.evaluated += evaluated
-        track.accepted += accepted
+        elif plan.drafter.name not in self._looked_up:
+            self._tracks[plan.drafter.name].add(evaluated, accepted)
 
     def summary(self) -> str:
         """Say what the choice came to, with the break-even acceptance of each draft."""
