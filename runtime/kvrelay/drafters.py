@@ -16,6 +16,7 @@ class Drafter(Protocol):
     """Proposes candidates for one request at a time."""
 
     name: str
+    grade: int  # kind of the last proposal; proposals of one grade are about equally good
 
     def begin(self, request: Request) -> None:
         """Start on a new request."""
@@ -60,6 +61,7 @@ class EngineDrafter:
         chunk: int = 64,
     ) -> None:
         self.name = name
+        self.grade = 0
         self._bind = bind
         self._passes: dict[int, BoundPass] = {}
         self._step_width = step_width
@@ -135,13 +137,14 @@ class EngineDrafter:
 class NgramDrafter:
     """Prompt lookup: proposes what followed the same last tokens earlier in the request's own text.
 
-    The longest match of ``longest`` to ``shortest`` tokens is used, its latest place first.
+    The longest match of ``longest`` to 1 tokens is used, at its latest place; its length is the proposal's grade.
     """
 
     name = "ngram"
 
-    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
-        self._sizes = range(longest, shortest - 1, -1)
+    def __init__(self, longest: int = 4) -> None:
+        self.grade = 0
+        self._sizes = range(longest, 0, -1)
         self._after: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
@@ -162,6 +165,7 @@ class NgramDrafter:
         for size in self._sizes:
             start = self._after.get(tuple(tokens[-size:])) if size < len(tokens) else None
             if start is not None:
+                self.grade = size
                 return tokens[start : start + count]
         return []
 

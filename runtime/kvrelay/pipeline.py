@@ -28,7 +28,7 @@ from .tokenizer import Prompt, Tokenizer
 __all__ = ["Pipeline", "Result", "Stream"]
 
 # What acceptance to expect before a request has shown its own.
-_NGRAM_PRIOR = 0.4
+_NGRAM_PRIOR = {1: 0.15, 2: 0.35, 3: 0.5, 4: 0.65}  # by length of the match
 _OTHER_MODEL_PRIOR = 0.7
 # A draft that pays only from here on is not loaded by "auto": nothing reaches it for long.
 _HOPELESS = 0.97
@@ -424,13 +424,13 @@ class Pipeline:
             drafters=list(lane.drafters.values()),
             costs=self._costs,
             windows=windows,
-            priors={name: self._prior(name) for name in lane.drafters},
+            prior=self._prior,
             fixed=self.window is not None and self.draft != "auto",
         )
 
-    def _prior(self, name: str) -> float:
+    def _prior(self, name: str, grade: int) -> float:
         if name in ("ngram", "self"):
-            return _NGRAM_PRIOR if name == "ngram" else _HOPELESS
+            return _NGRAM_PRIOR[grade] if name == "ngram" else _HOPELESS
         entry = self._draft_entry(name)
         if entry.model != self._bundle.manifest.target or entry.check is None:
             return _OTHER_MODEL_PRIOR

@@ -7,7 +7,7 @@ looked at, so equal runs on one box choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .drafters import Drafter
@@ -40,6 +40,9 @@ class Costs:
     def pass_ms(self, size: int) -> float:
         """Cost of a target pass alone: a window of ``size``, or a plain step for 0."""
         return self.verify[size] if size else self.plain
+
+
+_Kind = tuple[str, int]  # a draft's name and the grade of its proposals
 
 
 @dataclass(slots=True)
@@ -97,22 +100,24 @@ class Policy:
         drafters: the candidates, lookups first.
         costs: of this box.
         windows: verify windows that may be used, ascending.
-        priors: acceptance by draft name before anything was seen.
+        prior: acceptance of a draft's proposals of a grade before anything was seen.
         fixed: always draft as much as the window holds; otherwise drafting must pay.
     """
 
     drafters: Sequence[Drafter]
     costs: Costs
     windows: Sequence[int]
-    priors: dict[str, float]
+    prior: Callable[[str, int], float]
     fixed: bool
-    _tracks: dict[str, _Track] = field(init=False)
+    _tracks: dict[_Kind, _Track] = field(init=False, default_factory=dict)
     # What each lookup proposed for the window at hand. Lookups cost nothing, so they are judged at every window,
     # whether or not another draft was used.
-    _looked_up: dict[str, list[int]] = field(init=False, default_factory=dict)
+    _looked_up: dict[_Kind, list[int]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._tracks = {d.name: _Track(self.priors[d.name]) for d in self.drafters}
+    def _track(self, kind: _Kind) -> _Track:
+        if kind not in self._tracks:
+            self._tracks[kind] = _Track(self.prior(*kind))
+        return self._tracks[kind]
 
     def plan(self, request: Request) -> Plan:
         """Plan the next window: at most as many candidates as tokens may still be committed before the last."""
@@ -126,19 +131,19 @@ class Policy:
             if step == 0:
                 if not known:
                     continue
-                self._looked_up[drafter.name] = known
-            time, count, window = self._best_length(drafter.name, len(known) or most)
+                self._looked_up[drafter.name, drafter.grade] = known
+            time, count, window = self._best_length(drafter, len(known) or most)
             if time < best_time:
                 best_time, best = time, Plan(drafter, known[:count], count, window)
         return best or Plan(None, [], 0, 0)
 
-    def _best_length(self, name: str, most: int) -> tuple[float, int, int]:
+    def _best_length(self, drafter: Drafter, most: int) -> tuple[float, int, int]:
         """Return the least time per token and the count and window that give it."""
         if self.fixed:
             return 0.0, most, next(n for n in self.windows if n > most)
-        acceptance = self._tracks[name].acceptance
+        acceptance = self._track((drafter.name, drafter.grade)).acceptance
         lengths = [(k, next(n for n in self.windows if n > k)) for k in range(1, most + 1)]
-        times = [self.costs.window(name, k, n) / expected_tokens(acceptance, k) for k, n in lengths]
+        times = [self.costs.window(drafter.name, k, n) / expected_tokens(acceptance, k) for k, n in lengths]
         shortest = min(times)
         # On a tie the longer draft: its extra rows are paid for.
         index = max(i for i, t in enumerate(times) if t <= shortest * 1.000001)
@@ -146,26 +151,29 @@ class Policy:
 
     def learn(self, plan: Plan, evaluated: int, accepted: int, committed: Sequence[int]) -> None:
         """Take in the outcome of a window, ``committed`` being the tokens that it added."""
-        for name, proposed in self._looked_up.items():
+        for kind, proposed in self._looked_up.items():
             matched = 0
             for a, b in zip(proposed, committed, strict=False):
                 if a != b:
                     break
                 matched += 1
-            self._tracks[name].add(min(matched + 1, len(proposed), len(committed)), matched)
+            self._track(kind).add(min(matched + 1, len(proposed), len(committed)), matched)
         if plan.drafter is None:
             for track in self._tracks.values():
                 track.fade(_FADE_PLAIN)
-        elif plan.drafter.name not in self._looked_up:
-            self._tracks[plan.drafter.name].add(evaluated, accepted)
+            return
+        kind = (plan.drafter.name, plan.drafter.grade)
+        if kind not in self._looked_up:
+            self._track(kind).add(evaluated, accepted)
 
     def summary(self) -> str:
         """Say what the choice came to, with the break-even acceptance of each draft."""
         if not self.drafters:
             return "no draft"
         parts = []
-        for name, track in self._tracks.items():
-            needed = break_even(self.costs, name)
+        for drafter in self.drafters:
+            needed = break_even(self.costs, drafter.name)
             limit = "never pays here" if needed is None else f"pays from {needed:.2f}"
-            parts.append(f"{name}: acceptance lately {track.acceptance:.2f}, {limit}")
+            seen = [f"{t.acceptance:.2f}" for (name, _), t in sorted(self._tracks.items()) if name == drafter.name]
+            parts.append(f"{drafter.name}: acceptance lately {' / '.join(seen) or 'not tried'}, {limit}")
         return "; ".join(parts)
