@@ -24,7 +24,8 @@ from .threads import load_session
 
 __all__ = ["prepare"]
 
-_ALIGNMENT = 64
+# Pages: packed weights that do not begin at a multiple of 128 bytes are copied into every session (seen in 1.32).
+_ALIGNMENT = 4096
 _PACKED = re.compile(r"(?P<head>.*\|)(?P<offset>\d+);(?P<length>\d+);(?P<tail>[^;]*)")
 
 
