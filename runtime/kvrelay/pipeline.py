@@ -5,33 +5,26 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from .box import Box, Facts, exact_windows
-from .bundle import Bundle, open_bundle
-from .drafters import Drafter, EngineDrafter, NgramDrafter
+from .bundle import open_bundle
 from .errors import EngineError, ParameterError, PromptError
-from .kv import HandOver, KVCache, kv_bytes
+from .lanes import Lanes
 from .loop import Event, generate
-from .manifest import EngineEntry
-from .policy import Costs, Policy, break_even
 from .request import Request
 from .sampling import Sampler, SamplingParams
 from .stats import Stats
-from .target import Target
 from .text import TextStream
 from .tokenizer import Prompt, Tokenizer
 
-__all__ = ["Pipeline", "Result", "Stream"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-# What acceptance to expect before a request has shown its own.
-_NGRAM_PRIOR = {1: 0.15, 2: 0.35, 3: 0.5, 4: 0.65}  # by length of the match
-_OTHER_MODEL_PRIOR = 0.7
-# A draft that pays only from here on is not loaded by "auto": nothing reaches it for long.
-_HOPELESS = 0.97
+__all__ = ["GenerationOptions", "Pipeline", "Result", "Stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +39,21 @@ class Result:
     stats: Stats
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One slot with everything bound to it."""
+class GenerationOptions(TypedDict, total=False):
+    """Options of :meth:`Pipeline.stream` and :meth:`Pipeline.generate`."""
 
-    target: Target
-    drafters: dict[str, Drafter]
-    tokens: list[int] = field(default_factory=list)  # whose KV is in the slot
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int | None
+    stop: Sequence[str]
+    ignore_eos: bool
+    trace: Callable[[Event], None] | None
 
 
 class Stream:
@@ -145,31 +146,22 @@ class Pipeline:
     ) -> None:
         self._bundle = open_bundle(bundle)
         self.precision = _one_of("precision", precision, self._bundle.precisions())
-        self.exact = exact
-        self.drafts = _draft_names(self._bundle, self.precision)
-        if draft != "auto" and draft not in self.drafts:
-            raise ParameterError(f"draft={draft!r}: this bundle has auto, {', '.join(self.drafts)}")
         self.draft = draft
+        self.window = window
+        self.exact = exact
         self._tokenizer = Tokenizer(self._bundle)
         self._eos_ids = frozenset(self._bundle.manifest.generation.eos_ids)
-        self._verify = [
-            e for e in self._bundle.engines(role="verify", precision=self.precision) if e.batch == 1 and e.sequence
-        ]
-        sizes = [e.sequence for e in self._verify if e.sequence]
-        if window is not None and window not in sizes:
-            raise ParameterError(f"window={window!r}: this bundle has verify windows of {sizes} tokens, or None")
-        self.window = window
-        self._box = Box(self._bundle, threads, progress)
-        self.threads = self._box.threads
-        self._facts: Facts = self._box.facts(self.precision, self._draft_entries())
-        if exact:
-            self._verify = exact_windows(self._facts, self._verify)
-            if window is not None and window not in [e.sequence for e in self._verify]:
-                raise ParameterError(f"window={window}: on this box its engine lies outside the exact shape class")
-        self._costs = self._stored_costs()
-        self._lanes: list[_Lane] = []
-        self._lanes_lock = threading.Lock()
-        self._release(self._new_lane())
+        self._lanes = Lanes(
+            self._bundle,
+            precision=self.precision,
+            draft=draft,
+            window=window,
+            threads=threads,
+            exact=exact,
+            progress=progress,
+        )
+        self.drafts = self._lanes.drafts
+        self.threads = self._lanes.box.threads
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, as :meth:`generate` would process them.
@@ -178,8 +170,6 @@ class Pipeline:
             PromptError: the prompt is empty or malformed.
         """
         return self._tokenizer.encode(prompt)
-
-    # -- generation ---------------------------------------------------------------------------------------------
 
     def stream(
         self,
@@ -249,48 +239,19 @@ class Pipeline:
         return Stream(request, self._pieces(request, trace), int(seed))
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        trace: Callable[[Event], None] | None = None,
-        callback: Callable[[str], None] | None = None,
+        self, prompt: Prompt, *, callback: Callable[[str], None] | None = None, **options: Unpack[GenerationOptions]
     ) -> Result:
-        """Return the whole answer; parameters as for :meth:`stream`, and ``callback``, told each piece of text."""
-        stream = self.stream(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            trace=trace,
-        )
+        """Return the whole answer; options as for :meth:`stream`, and ``callback``, told each piece of text."""
+        stream = self.stream(prompt, **options)
         for piece in stream:
             if callback is not None:
                 callback(piece)
         return stream.result
 
     def _pieces(self, request: Request, trace: Callable[[Event], None] | None) -> Iterator[str]:
-        lane = self._take(request)
+        lane = self._lanes.take(request)
         try:
-            yield from generate(request, lane.target, self._policy(lane), trace)
+            yield from generate(request, lane.target, self._lanes.policy(lane), trace)
             lane.tokens = request.tokens[: request.kv_length]
         except EngineError:
             # What the failed pass wrote is unknown; a NaN behind a mask would leak into later requests.
@@ -299,155 +260,7 @@ class Pipeline:
         finally:
             if request.finish_reason is None:
                 request.finish_reason = "cancelled"
-            self._release(lane)
-
-    # -- slots --------------------------------------------------------------------------------------------------
-
-    def _take(self, request: Request) -> _Lane:
-        """Take a free slot, one that holds the prompt's beginning if there is one, or make a slot."""
-        with self._lanes_lock:
-            lane = None
-            if self._lanes:
-                lane = max(self._lanes, key=lambda free: self._reusable(free, request))
-                self._lanes.remove(lane)
-        if lane is None:
-            lane = self._new_lane()
-        request.kv_length = request.stats.reused_tokens = self._reusable(lane, request)
-        lane.tokens = []
-        target = self._bundle.target
-        request.stats.kv_bytes = kv_bytes(target, target.layers, lane.target.cache.dtype.itemsize, target.capacity)
-        request.stats.plain_ms = self._costs.plain
-        return lane
-
-    def _reusable(self, lane: _Lane, request: Request) -> int:
-        """Entries of a slot that a prompt can use: only where every committing pass gives the same bits."""
-        if not self._one_class:
-            return 0
-        same = 0
-        for a, b in zip(lane.tokens, request.tokens[:-1], strict=False):
-            if a != b:
-                break
-            same += 1
-        return same
-
-    def _release(self, lane: _Lane) -> None:
-        with self._lanes_lock:
-            self._lanes.append(lane)
-
-    def _new_lane(self) -> _Lane:
-        target = self._bundle.target
-        cache = KVCache(target, range(target.layers))
-        verify = {}
-        for entry in self._verify:
-            assert entry.sequence is not None and entry.rows is not None
-            verify[entry.sequence] = self._box.engine(entry).bind(cache, entry.sequence, entry.rows)
-        (prefill_entry,) = self._bundle.engines(role="prefill", precision=self.precision)
-        assert prefill_entry.sequence is not None
-        prefill = self._box.engine(prefill_entry).bind(cache, prefill_entry.sequence, 1)
-        # Exact plain steps stay in the verifier's shape class, at its narrowest, behind the token a pad.
-        plain = verify[min(verify)] if self.exact else self._box.engine(self._decode_entry()).bind(cache, 1, 1)
-        bound = Target(cache, verify, prefill, plain, mixed_prefill=self._facts.in_class(prefill_entry))
-        return _Lane(bound, {name: self._new_drafter(name, cache) for name in self._wanted_drafts()})
-
-    @property
-    def _one_class(self) -> bool:
-        (prefill_entry,) = self._bundle.engines(role="prefill", precision=self.precision)
-        return self.exact and self._facts.in_class(prefill_entry)
-
-    # -- drafts -------------------------------------------------------------------------------------------------
-
-    def _wanted_drafts(self) -> list[str]:
-        if self.draft == "none":
-            return []
-        if self.draft != "auto":
-            return [self.draft]
-        hopeful = []
-        for name in self.drafts:
-            needed = None if name in ("none", "self") else break_even(self._costs, name)
-            if needed is not None and needed <= _HOPELESS:
-                hopeful.append(name)
-        return hopeful
-
-    def _new_drafter(self, name: str, cache: KVCache) -> Drafter:
-        if name == "ngram":
-            return NgramDrafter()
-        entry = self._draft_entry(name)
-        engine = self._box.engine(entry)
-        model = self._bundle.manifest.models[entry.model]
-        own_model = entry.model != self._bundle.manifest.target
-        hand_over = None
-        if own_model or entry.kv_dtype != cache.dtype.name:
-            own = KVCache(model, entry.kv_layers, entry.kv_dtype)
-            hand_over = None if own_model else HandOver(cache, own)
-            cache = own
-        return EngineDrafter(
-            name,
-            lambda width: engine.bind(cache, width, 1),
-            step_width=self._facts.draft_width.get(entry.name, 1),
-            own_model=own_model,
-            hand_over=hand_over,
-        )
-
-    def _draft_entries(self) -> list[EngineEntry]:
-        """Engines behind the drafts of this precision."""
-        return [self._draft_entry(n) for n in self.drafts if n not in ("none", "ngram", "self")]
-
-    def _draft_entry(self, name: str) -> EngineEntry:
-        if name == "self":
-            return self._decode_entry()
-        for entry in self._bundle.manifest.engines:
-            if entry.draft == name and (name != "skip" or entry.precision == self.precision):
-                return entry
-        (entry,) = self._bundle.engines(role="decode", precision=name)
-        return entry
-
-    def _decode_entry(self) -> EngineEntry:
-        (entry,) = self._bundle.engines(role="decode", precision=self.precision)
-        return entry
-
-    # -- policy -------------------------------------------------------------------------------------------------
-
-    def _stored_costs(self) -> Costs:
-        facts = self._facts
-        windows = sorted(e.sequence for e in self._verify if e.sequence)
-        verify = {n: facts.verify_ms[n] for n in windows}
-        after_draft = {n: facts.verify_after_draft_ms[n] for n in windows}
-        plain = verify[min(verify)] if self.exact else facts.plain_ms
-        draft = {
-            n: facts.draft_ms[self._draft_entry(n).name] for n in self.drafts if n not in ("none", "ngram", "self")
-        }
-        return Costs(plain, verify, after_draft, {**draft, "ngram": 0.0, "self": facts.plain_ms})
-
-    def _policy(self, lane: _Lane) -> Policy:
-        windows = [self.window] if self.window is not None else list(self._costs.verify)
-        return Policy(
-            drafters=list(lane.drafters.values()),
-            costs=self._costs,
-            windows=windows,
-            prior=self._prior,
-            fixed=self.window is not None and self.draft != "auto",
-        )
-
-    def _prior(self, name: str, grade: int) -> float:
-        if name in ("ngram", "self"):
-            return _NGRAM_PRIOR[grade] if name == "ngram" else _HOPELESS
-        entry = self._draft_entry(name)
-        if entry.model != self._bundle.manifest.target or entry.check is None:
-            return _OTHER_MODEL_PRIOR
-        # Measured against the checkpoint's own weights; a quantised target is a little away from those itself.
-        decode = self._decode_entry()
-        return entry.check.agreement * (decode.check.agreement if decode.check is not None else 1.0)
-
-
-def _draft_names(bundle: Bundle, precision: str) -> list[str]:
-    """Names of the drafts that a bundle offers to a target of ``precision``."""
-    names = ["none", "ngram", "self"]
-    for entry in bundle.manifest.engines:
-        if entry.draft is not None and (entry.draft != "skip" or entry.precision == precision):
-            names.append(entry.draft)
-        elif entry.role == "decode" and entry.precision in ("int8", "int4") and entry.precision != precision:
-            names.append(entry.precision)
-    return list(dict.fromkeys(names))
+            self._lanes.release(lane)
 
 
 def _one_of(name: str, value: str | None, allowed: list[str]) -> str:

@@ -67,7 +67,7 @@ def with_drafter(pipe: Pipeline, drafter: Drafter) -> Pipeline:
     """Put ``drafter`` in the place of the draft "self" of ``pipe``."""
     assert pipe.draft == "self"
     drafter.name = "self"
-    for lane in pipe._lanes:
+    for lane in pipe._lanes.free:
         lane.drafters["self"] = drafter
     return pipe
 
@@ -84,12 +84,12 @@ def plain(bundle: Path, precision: str = "fp32") -> Pipeline:
 
 def target_cache(pipe: Pipeline) -> KVCache:
     """The target's cache in the pipeline's first slot."""
-    return pipe._lanes[0].target.cache
+    return pipe._lanes.free[0].target.cache
 
 
 def engine_drafter(pipe: Pipeline, entry: EngineEntry, *, own_cache: bool, step_width: int = 2) -> EngineDrafter:
     """A drafter on ``entry`` that steps in the verifier's shape class."""
-    engine = pipe._box.engine(entry)
+    engine = pipe._lanes.box.engine(entry)
     model = pipe._bundle.manifest.models[entry.model]
     cache = KVCache(model, entry.kv_layers, entry.kv_dtype) if own_cache else target_cache(pipe)
     return EngineDrafter("self", lambda width: engine.bind(cache, width, 1), step_width=step_width, own_model=own_cache)
@@ -105,7 +105,7 @@ def fresh_cache(pipe: Pipeline, tokens: Sequence[int], entry: EngineEntry | None
     """A new cache that ``tokens`` were fed to, two at a time, through the target's decode engine or ``entry``."""
     entry = entry or decode_entry(pipe)
     cache = KVCache(pipe._bundle.manifest.models[entry.model], entry.kv_layers, entry.kv_dtype)
-    bound = pipe._box.engine(entry).bind(cache, 2, 1)
+    bound = pipe._lanes.box.engine(entry).bind(cache, 2, 1)
     for start in range(0, len(tokens), 2):
         part = list(tokens[start : start + 2])
         bound.input_ids[0] = part if len(part) == 2 else part * 2

@@ -188,7 +188,7 @@ def test_a_second_start_prepares_and_measures_nothing(
     assert not any("first use" in line for line in told)
     after = {f: f.stat().st_mtime_ns for f in (tmp_path / "cache").rglob("*") if f.is_file()}
     assert {f: t for f, t in after.items() if f.name != "lock"} == {f: t for f, t in before.items() if f.name != "lock"}
-    assert second._facts == first._facts
+    assert second._lanes.facts == first._lanes.facts
     assert_same(second.generate(PROMPT, max_new_tokens=10), first.generate(PROMPT, max_new_tokens=10))
 
 

@@ -136,7 +136,7 @@ def test_an_entry_that_disagrees_with_its_file_is_refused_when_loaded(bundle: Bu
 
 
 def test_a_pass_beyond_the_capacity_is_refused_before_it_runs(llama_bundle: Path) -> None:
-    target = plain(llama_bundle)._lanes[0].target
+    target = plain(llama_bundle)._lanes.free[0].target
     with pytest.raises(EngineError, match="a pass of 16 at 310 leaves the capacity 320"):
         target.replay([5] * 16, 310, 16)
 

@@ -15,7 +15,7 @@ from rig import PROMPT, assert_same, decode_entry, plain, target_cache
 
 def passes(pipe: Pipeline) -> list[OrtPass]:
     """Every bound pass of the pipeline's first slot."""
-    lane = pipe._lanes[0]
+    lane = pipe._lanes.free[0]
     drafting = [p for d in lane.drafters.values() for p in getattr(d, "_passes", {}).values()]
     return [*lane.target._passes, *drafting]
 
@@ -45,7 +45,7 @@ def test_present_lies_at_the_address_of_past(llama_bundle: Path) -> None:
 def test_a_slot_is_bound_at_its_own_address(llama_bundle: Path) -> None:
     pipe = plain(llama_bundle)
     cache = KVCache(pipe._bundle.target, range(3), slots=3)
-    bound = pipe._box.engine(decode_entry(pipe)).bind(cache, 2, 1, slot=1, batch=2)
+    bound = pipe._lanes.box.engine(decode_entry(pipe)).bind(cache, 2, 1, slot=1, batch=2)
     assert isinstance(bound, OrtPass)
     assert [v.data_ptr() for v in bound._binding.get_outputs()][1:] == [cache.address(n, 1) for n in cache.tensors]
     bound.input_ids[:] = 5
@@ -57,7 +57,7 @@ def test_a_slot_is_bound_at_its_own_address(llama_bundle: Path) -> None:
 def test_nothing_moves_in_200_steps(llama_bundle: Path, draft: str) -> None:
     pipe = Pipeline(llama_bundle, draft=draft, window=2)
     pipe.generate(PROMPT, max_new_tokens=20, ignore_eos=True)  # binds the widths that catching up needs
-    lane, bound = pipe._lanes[0], passes(pipe)
+    lane, bound = pipe._lanes.free[0], passes(pipe)
     before = addresses(bound)
     seen = []
     found = pipe.generate(
@@ -66,7 +66,7 @@ def test_nothing_moves_in_200_steps(llama_bundle: Path, draft: str) -> None:
     assert found.stats.passes >= 100
     assert len(found.token_ids) == 249
     assert all(seen)
-    assert pipe._lanes == [lane]
+    assert pipe._lanes.free == [lane]
     assert passes(pipe) == bound, "no pass was bound anew"
 
 
@@ -96,7 +96,7 @@ def test_a_pass_writes_its_own_rows_and_no_other_byte(llama_bundle: Path, role: 
         for tensor in cache.tensors.values():
             tensor[:] = random.normal(size=tensor.shape)
         before = {name: tensor.copy() for name, tensor in cache.tensors.items()}
-        bound = pipe._box.engine(entry).bind(cache, width, entry.rows or 1)
+        bound = pipe._lanes.box.engine(entry).bind(cache, width, entry.rows or 1)
         bound.input_ids[:] = np.arange(width) + 9
         bound.write_index[:] = 37
         bound.run()
@@ -110,7 +110,7 @@ def test_entries_behind_the_length_do_not_count(llama_bundle: Path) -> None:
     wanted = pipe.generate(PROMPT, max_new_tokens=60)
     for tensor in target_cache(pipe).tensors.values():
         tensor[:] = 1e4
-    pipe._lanes[0].tokens = []
+    pipe._lanes.free[0].tokens = []
     assert_same(pipe.generate(PROMPT, max_new_tokens=60), wanted)
 
 
@@ -126,7 +126,7 @@ def test_values_that_are_no_numbers_end_the_request_and_leave_a_clean_slot(llama
     with pytest.raises(EngineError, match="not finite"):
         list(stream)
     assert all(not tensor.any() for tensor in cache.tensors.values())
-    assert len(pipe._lanes) == 1
+    assert len(pipe._lanes.free) == 1
     assert_same(pipe.generate(PROMPT, max_new_tokens=30, ignore_eos=True), wanted)
 
 
@@ -143,9 +143,9 @@ def test_a_hand_over_copies_each_verified_entry_once_and_counts_its_bytes(
     variants_bundle: Path, draft: str, window: int
 ) -> None:
     pipe = Pipeline(variants_bundle, draft=draft, window=window, precision="fp32")
-    entry = pipe._draft_entry(draft)
+    entry = pipe._lanes.draft_entry(draft)
     assert entry.kv_dtype == "float16"
-    drafter: Any = pipe._lanes[0].drafters[draft]
+    drafter: Any = pipe._lanes.free[0].drafters[draft]
     hand_over: HandOver = drafter._hand_over
     copied: list[tuple[int, int]] = []
     advance = hand_over.advance

@@ -26,7 +26,7 @@ def loudest(pipe: Pipeline, name: str) -> int:
     """The most likely column of an engine over a text, padding included."""
     entry = next(e for e in pipe._bundle.manifest.engines if e.name == name)
     model = pipe._bundle.manifest.models[entry.model]
-    bound = pipe._box.engine(entry).bind(KVCache(model, entry.kv_layers), 8, 8)
+    bound = pipe._lanes.box.engine(entry).bind(KVCache(model, entry.kv_layers), 8, 8)
     bound.input_ids[:] = np.arange(8) + 50
     bound.logit_rows[:] = np.arange(8)
     bound.run()
@@ -54,7 +54,7 @@ def test_a_draft_with_other_padding_and_the_same_weights_is_always_right(
     variants_bundle: Path, settings: dict[str, Any]
 ) -> None:
     pipe = Pipeline(variants_bundle, draft="self", window=8)
-    with_drafter(pipe, engine_drafter(pipe, pipe._draft_entry("twin"), own_cache=True))
+    with_drafter(pipe, engine_drafter(pipe, pipe._lanes.draft_entry("twin"), own_cache=True))
     found = pipe.generate(PROMPT, max_new_tokens=120, ignore_eos=True, **settings)
     assert found.stats.acceptance is not None
     assert found.stats.acceptance > 0.97  # its cache is float16

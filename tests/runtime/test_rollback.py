@@ -129,7 +129,7 @@ def test_a_draft_with_its_own_cache_holds_a_fresh_prefill_after_any_acceptance(l
     wanted = plain(llama_bundle).generate(PROMPT, max_new_tokens=150, ignore_eos=True)
     right = [*PROMPT, *wanted.token_ids]
     pipe = Pipeline(llama_bundle, draft="self", window=8)
-    entry = decode_entry(pipe) if draft == "target" else pipe._draft_entry(draft)
+    entry = decode_entry(pipe) if draft == "target" else pipe._lanes.draft_entry(draft)
     fresh = fresh_cache(pipe, right, entry)
     cache = KVCache(fresh.model, entry.kv_layers, entry.kv_dtype)
     lengths: list[int] = []
@@ -140,7 +140,7 @@ def test_a_draft_with_its_own_cache_holds_a_fresh_prefill_after_any_acceptance(l
             lengths.append(len(request.tokens))
             assert_same_entries(cache, fresh, lengths[-1])
 
-    engine = pipe._box.engine(entry)
+    engine = pipe._lanes.box.engine(entry)
     with_drafter(pipe, Watched("self", lambda width: engine.bind(cache, width, 1), step_width=2, own_model=True))
     accepted: list[int] = []
     found = pipe.generate(

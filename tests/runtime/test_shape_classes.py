@@ -34,33 +34,33 @@ def test_such_a_target_works_without_exact_and_repeats_itself(variants_bundle: P
 def test_without_exact_plain_steps_take_the_decode_engine(llama_bundle: Path) -> None:
     for exact, width in ((True, 2), (False, 1)):
         pipe = Pipeline(llama_bundle, draft="none", exact=exact)
-        assert pipe._lanes[0].target._plain.input_ids.shape == (1, width)
+        assert pipe._lanes.free[0].target._plain.input_ids.shape == (1, width)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_verify_and_prefill_engines_are_of_one_class_here(llama_bundle: Path, precision: str) -> None:
-    facts = plain(llama_bundle, precision)._facts
+    facts = plain(llama_bundle, precision)._lanes.facts
     outside = {name for name, why in facts.outside.items() if why is not None}
     assert outside <= {f"{precision}-decode@1x1"}
     assert {f"{precision}-verify-1x{n}@1x{n}" for n in (2, 4, 8, 16)} <= set(facts.outside)
 
 
 def test_a_window_outside_the_class_is_left_out_or_refused(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = plain(llama_bundle)._facts
+    facts = plain(llama_bundle)._lanes.facts
     odd = {**facts.outside, "fp32-verify-1x4@1x4": "logits differ by up to 0.1 at context 40"}
     changed = replace(facts, outside=odd)
     monkeypatch.setattr("kvrelay.box.Box.facts", lambda *_: changed)
     pipe = Pipeline(llama_bundle, draft="self")
-    assert pipe._lanes[0].target.windows == [2, 8, 16]
+    assert pipe._lanes.free[0].target.windows == [2, 8, 16]
     with pytest.raises(ParameterError, match="window=4: on this box its engine lies outside the exact shape class"):
         Pipeline(llama_bundle, draft="self", window=4)
-    assert Pipeline(llama_bundle, draft="self", window=4, exact=False)._lanes[0].target.windows == [2, 4, 8, 16]
+    assert Pipeline(llama_bundle, draft="self", window=4, exact=False)._lanes.free[0].target.windows == [2, 4, 8, 16]
 
 
 def test_a_prefill_outside_the_class_is_used_alone_and_its_kv_not_reused(
     llama_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = plain(llama_bundle)._facts
+    facts = plain(llama_bundle)._lanes.facts
     odd = {**facts.outside, "fp32-prefill-1x16@1x16": "KV entries differ at context 3"}
     changed = replace(facts, outside=odd)
     monkeypatch.setattr("kvrelay.box.Box.facts", lambda *_: changed)
@@ -68,4 +68,4 @@ def test_a_prefill_outside_the_class_is_used_alone_and_its_kv_not_reused(
     first = pipe.generate(PROMPT, max_new_tokens=20)
     again = pipe.generate([*PROMPT, *first.token_ids], max_new_tokens=20)
     assert (first.stats.reused_tokens, again.stats.reused_tokens) == (0, 0)
-    assert pipe._lanes[0].target._prefill.runs == 1 + 2  # 6 tokens, then 26, in chunks of 16
+    assert pipe._lanes.free[0].target._prefill.runs == 1 + 2  # 6 tokens, then 26, in chunks of 16

@@ -29,7 +29,7 @@ def test_generations_at_once_equal_generations_one_by_one(llama_bundle: Path, wo
         found = list(pool.map(lambda i: pipe.generate(PROMPTS[i], **settings(i)), range(len(PROMPTS))))
     for a, b in zip(found, wanted, strict=True):
         assert_same(a, b)
-    assert 1 <= len(pipe._lanes) <= workers
+    assert 1 <= len(pipe._lanes.free) <= workers
 
 
 def test_a_callback_may_generate_on_the_same_pipeline(llama_bundle: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_callback_may_generate_on_the_same_pipeline(llama_bundle: Path) -> Non
     assert len(inner) == 3
     for result in inner:
         assert_same(result, reference.generate([9, 8, 7], max_new_tokens=20))
-    assert len(pipe._lanes) == 2
+    assert len(pipe._lanes.free) == 2
 
 
 def test_two_streams_may_be_read_in_turn(llama_bundle: Path) -> None:
@@ -97,9 +97,9 @@ def test_a_stream_closed_early_gives_its_slot_back(llama_bundle: Path) -> None:
     for _ in range(3):
         stream = pipe.stream(PROMPT, max_new_tokens=60)
         next(stream)
-        assert pipe._lanes == []
+        assert pipe._lanes.free == []
         stream.close()
-        assert len(pipe._lanes) == 1
+        assert len(pipe._lanes.free) == 1
         assert stream.result.finish_reason == "cancelled"
         assert list(stream) == []
     assert_same(pipe.generate(PROMPT, max_new_tokens=60), wanted)
@@ -111,17 +111,17 @@ def test_a_stream_that_is_dropped_gives_its_slot_back(llama_bundle: Path) -> Non
     next(stream)
     del stream
     gc.collect()
-    assert len(pipe._lanes) == 1
+    assert len(pipe._lanes.free) == 1
 
 
 def test_a_stream_that_is_never_read_takes_no_slot(llama_bundle: Path) -> None:
     pipe = plain(llama_bundle)
     stream = pipe.stream(PROMPT)
-    assert len(pipe._lanes) == 1
+    assert len(pipe._lanes.free) == 1
     with pytest.raises(ParameterError, match="no result yet"):
         _ = stream.result
     stream.close()
-    assert len(pipe._lanes) == 1
+    assert len(pipe._lanes.free) == 1
 
 
 def test_a_trace_that_raises_gives_the_slot_back(llama_bundle: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_trace_that_raises_gives_the_slot_back(llama_bundle: Path) -> None:
 
     with pytest.raises(RuntimeError, match="mine"):
         pipe.generate(PROMPT, max_new_tokens=10, trace=trace)
-    assert len(pipe._lanes) == 1
+    assert len(pipe._lanes.free) == 1
     assert len(pipe.generate(PROMPT, max_new_tokens=10).token_ids) == 10
 
 
@@ -155,7 +155,7 @@ def test_a_stream_in_use_by_one_thread_refuses_another(llama_bundle: Path, actio
         finally:
             go_on.set()
         assert "".join(reading.result(60)) == plain(llama_bundle).generate(PROMPT, max_new_tokens=30).text
-    assert len(pipe._lanes) == 1
+    assert len(pipe._lanes.free) == 1
 
 
 def test_all_engines_of_a_process_run_on_one_number_of_threads(llama_bundle: Path) -> None:

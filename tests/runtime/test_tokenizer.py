@@ -65,7 +65,7 @@ def test_an_empty_prompt_never_reaches_an_engine(llama_bundle: Path) -> None:
 @pytest.mark.parametrize("prompt", ["Good day", [{"role": "user", "content": "Good day"}], [5]])
 def test_draft_and_target_are_fed_the_same_ids(llama_bundle: Path, prompt: Any) -> None:
     pipe = Pipeline(llama_bundle, draft="self", window=4)
-    drafter = engine_drafter(pipe, pipe._draft_entry("cousin"), own_cache=True)
+    drafter = engine_drafter(pipe, pipe._lanes.draft_entry("cousin"), own_cache=True)
     with_drafter(pipe, drafter)
     fed: dict[int, int] = {}
     feed = drafter._feed

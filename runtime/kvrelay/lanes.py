@@ -1,0 +1,224 @@
+"""Slots with everything bound to them, and the choice of engines behind a pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .box import Box, exact_windows
+from .bundle import Bundle
+from .drafters import Drafter, EngineDrafter, NgramDrafter
+from .errors import ParameterError
+from .kv import HandOver, KVCache, kv_bytes
+from .manifest import EngineEntry
+from .policy import Costs, Policy, break_even
+from .request import Request
+from .target import Target
+
+__all__ = ["Lane", "Lanes", "draft_names"]
+
+# What acceptance to expect before a request has shown its own.
+_NGRAM_PRIOR = {1: 0.15, 2: 0.35, 3: 0.5, 4: 0.65}  # by length of the match
+_OTHER_MODEL_PRIOR = 0.7
+# A draft that pays only from here on is not loaded by "auto": nothing reaches it for long.
+_HOPELESS = 0.97
+
+
+@dataclass(slots=True)
+class Lane:
+    """One slot with everything bound to it."""
+
+    target: Target
+    drafters: dict[str, Drafter]
+    tokens: list[int] = field(default_factory=list)  # whose KV is in the slot
+
+
+class Lanes:
+    """Hands out lanes: each generation has one for itself, and more are made as they are needed.
+
+    Args:
+        bundle: the bundle.
+        precision: of the target, one that the bundle has.
+        draft: "auto", or one of :func:`draft_names`.
+        window: a fixed verify window, or None.
+        threads: thread count of the process; None for the count in force.
+        exact: commit only through verify engines of one shape class.
+        progress: told what takes long on first use.
+
+    Raises:
+        ParameterError: the draft or the window is not one that the bundle has.
+        ExactnessError: this box cannot keep what ``exact`` promises.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        precision: str,
+        draft: str,
+        window: int | None,
+        threads: int | None,
+        exact: bool,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._bundle = bundle
+        self._precision = precision
+        self._draft = draft
+        self._window = window
+        self._exact = exact
+        self.drafts = draft_names(bundle, precision)
+        if draft != "auto" and draft not in self.drafts:
+            raise ParameterError(f"draft={draft!r}: this bundle has auto, {', '.join(self.drafts)}")
+        self._verify = [e for e in bundle.engines(role="verify", precision=precision) if e.batch == 1]
+        sizes = [e.sequence for e in self._verify]
+        if window is not None and window not in sizes:
+            raise ParameterError(f"window={window!r}: this bundle has verify windows of {sizes} tokens, or None")
+        (self._prefill,) = bundle.engines(role="prefill", precision=precision)
+        (self._decode,) = bundle.engines(role="decode", precision=precision)
+        self.box = Box(bundle, threads, progress)
+        self.facts = self.box.facts(precision, [self.draft_entry(n) for n in self._engine_drafts()])
+        if exact:
+            self._verify = exact_windows(self.facts, self._verify)
+            if window is not None and window not in [e.sequence for e in self._verify]:
+                raise ParameterError(f"window={window}: on this box its engine lies outside the exact shape class")
+        # Where prefill gives the same bits as verify, short ends of a prompt may go through verify engines, and what
+        # an earlier request left in a slot may serve a later one.
+        self._one_class = self.facts.in_class(self._prefill)
+        self.costs = self._stored_costs()
+        self._lock = threading.Lock()
+        self.free: list[Lane] = []
+        self.release(self._new())
+
+    # -- handing out --------------------------------------------------------------------------------------------
+
+    def take(self, request: Request) -> Lane:
+        """Take a free lane, one that holds the prompt's beginning if there is one, or make a lane."""
+        with self._lock:
+            lane = None
+            if self.free:
+                lane = max(self.free, key=lambda free: self._reusable(free, request))
+                self.free.remove(lane)
+        if lane is None:
+            lane = self._new()
+        request.kv_length = request.stats.reused_tokens = self._reusable(lane, request)
+        lane.tokens = []
+        target = self._bundle.target
+        request.stats.kv_bytes = kv_bytes(target, target.layers, lane.target.cache.dtype.itemsize, target.capacity)
+        request.stats.plain_ms = self.costs.plain
+        return lane
+
+    def release(self, lane: Lane) -> None:
+        """Give a lane back."""
+        with self._lock:
+            self.free.append(lane)
+
+    def _reusable(self, lane: Lane, request: Request) -> int:
+        """Entries of a slot that a prompt can use: only where every committing pass gives the same bits."""
+        if not (self._exact and self._one_class):
+            return 0
+        same = 0
+        for a, b in zip(lane.tokens, request.tokens[:-1], strict=False):
+            if a != b:
+                break
+            same += 1
+        return same
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    def _new(self) -> Lane:
+        target = self._bundle.target
+        cache = KVCache(target, range(target.layers))
+        verify = {}
+        for entry in self._verify:
+            assert entry.sequence is not None and entry.rows is not None
+            verify[entry.sequence] = self.box.engine(entry).bind(cache, entry.sequence, entry.rows)
+        assert self._prefill.sequence is not None
+        prefill = self.box.engine(self._prefill).bind(cache, self._prefill.sequence, 1)
+        # Exact plain steps stay in the verifier's shape class, at its narrowest, behind the token a pad.
+        plain = verify[min(verify)] if self._exact else self.box.engine(self._decode).bind(cache, 1, 1)
+        bound = Target(cache, verify, prefill, plain, mixed_prefill=self._one_class)
+        return Lane(bound, {name: self._new_drafter(name, cache) for name in self._wanted_drafts()})
+
+    def _new_drafter(self, name: str, cache: KVCache) -> Drafter:
+        if name == "ngram":
+            return NgramDrafter()
+        entry = self.draft_entry(name)
+        engine = self.box.engine(entry)
+        model = self._bundle.manifest.models[entry.model]
+        own_model = entry.model != self._bundle.manifest.target
+        hand_over = None
+        if own_model or entry.kv_dtype != cache.dtype.name:
+            own = KVCache(model, entry.kv_layers, entry.kv_dtype)
+            hand_over = None if own_model else HandOver(cache, own)
+            cache = own
+        return EngineDrafter(
+            name,
+            lambda width: engine.bind(cache, width, 1),
+            step_width=self.facts.draft_width.get(entry.name, 1),
+            own_model=own_model,
+            hand_over=hand_over,
+        )
+
+    # -- drafts and costs ---------------------------------------------------------------------------------------
+
+    def draft_entry(self, name: str) -> EngineEntry:
+        """Return the engine behind a draft's name."""
+        if name == "self":
+            return self._decode
+        for entry in self._bundle.manifest.engines:
+            if entry.draft == name and (name != "skip" or entry.precision == self._precision):
+                return entry
+        (entry,) = self._bundle.engines(role="decode", precision=name)
+        return entry
+
+    def _engine_drafts(self) -> list[str]:
+        """Drafts with an engine that is not the target's own."""
+        return [n for n in self.drafts if n not in ("none", "ngram", "self")]
+
+    def _wanted_drafts(self) -> list[str]:
+        if self._draft == "none":
+            return []
+        if self._draft != "auto":
+            return [self._draft]
+        needed = {name: break_even(self.costs, name) for name in ("ngram", *self._engine_drafts())}
+        return [name for name, acceptance in needed.items() if acceptance is not None and acceptance <= _HOPELESS]
+
+    def _stored_costs(self) -> Costs:
+        facts = self.facts
+        windows = sorted(e.sequence for e in self._verify if e.sequence)
+        verify = {n: facts.verify_ms[n] for n in windows}
+        after_draft = {n: facts.verify_after_draft_ms[n] for n in windows}
+        plain = verify[min(verify)] if self._exact else facts.plain_ms
+        draft = {n: facts.draft_ms[self.draft_entry(n).name] for n in self._engine_drafts()}
+        return Costs(plain, verify, after_draft, {**draft, "ngram": 0.0, "self": facts.plain_ms})
+
+    def policy(self, lane: Lane) -> Policy:
+        """Return the policy for one request on ``lane``."""
+        return Policy(
+            drafters=list(lane.drafters.values()),
+            costs=self.costs,
+            windows=[self._window] if self._window is not None else list(self.costs.verify),
+            prior=self._prior,
+            fixed=self._window is not None and self._draft != "auto",
+        )
+
+    def _prior(self, name: str, grade: int) -> float:
+        if name in ("ngram", "self"):
+            return _NGRAM_PRIOR[grade] if name == "ngram" else _HOPELESS
+        entry = self.draft_entry(name)
+        if entry.model != self._bundle.manifest.target or entry.check is None:
+            return _OTHER_MODEL_PRIOR
+        # Measured against the checkpoint's own weights; a quantised target is a little away from those itself.
+        return entry.check.agreement * (self._decode.check.agreement if self._decode.check is not None else 1.0)
+
+
+def draft_names(bundle: Bundle, precision: str) -> list[str]:
+    """Names of the drafts that a bundle offers to a target of ``precision``."""
+    names = ["none", "ngram", "self"]
+    for entry in bundle.manifest.engines:
+        if entry.draft is not None and (entry.draft != "skip" or entry.precision == precision):
+            names.append(entry.draft)
+        elif entry.role == "decode" and entry.precision in ("int8", "int4") and entry.precision != precision:
+            names.append(entry.precision)
+    return list(dict.fromkeys(names))
