@@ -29,6 +29,7 @@ class Scripted:
     """
 
     name = "self"
+    grade = 0
 
     def __init__(
         self,
