@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -60,6 +61,7 @@ def export(
         if value not in allowed:
             raise ParameterError(f"{option} {value}: one of {', '.join(allowed)}")
     console = Console(stderr=True)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below would tear this command's own progress
     with console.status("importing torch"):
         from .exporter import ExportOptions, default_drafts, export_bundle
         from .source import DEFAULT_MODEL
@@ -86,7 +88,7 @@ def export(
         def progress(line: str) -> None:
             status.update(line)
             if line.startswith(("checked", "skip search")) or not console.is_terminal:
-                console.print(line, highlight=False)
+                console.print(line, highlight=False, soft_wrap=True)
 
         bundle = export_bundle(options, progress)
-    console.print(f"bundle: {bundle}", highlight=False)
+    console.print(f"bundle: {bundle}", highlight=False, soft_wrap=True)

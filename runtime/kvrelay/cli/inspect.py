@@ -6,6 +6,7 @@ import json
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +32,8 @@ def inspect(
         print(json.dumps(manifest.model_dump(), indent=1))
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160, soft_wrap=True)  # a pipe has no edge to fit
     for model in manifest.models.values():
         entries = context or model.context
         if not 1 <= entries <= model.context:
@@ -48,8 +51,8 @@ def inspect(
             f"  KV float32: {used:,} bytes for {entries} tokens; a slot holds {model.capacity} entries, {held:,} bytes",
             highlight=False,
         )
-    table = Table()
-    for column in ("engine", "role", "shape", "precision", "dialect", "draft", "graph", "sha256", "top-1", "max diff"):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in ("engine", "role", "shape", "dialect", "draft", "graph", "sha256", "top-1", "max diff"):
         table.add_column(column, no_wrap=True)
     for e in manifest.engines:
         shape = f"[{e.batch or 'B'}, {e.sequence or 'S'}]"
