@@ -52,7 +52,7 @@ def inspect(
             highlight=False,
         )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in ("engine", "role", "shape", "dialect", "draft", "graph", "sha256", "top-1", "max diff"):
+    for column in ("engine", "role", "shape", "precision", "dialect", "draft", "graph", "sha256", "top-1", "max diff"):
         table.add_column(column, no_wrap=True)
     for e in manifest.engines:
         shape = f"[{e.batch or 'B'}, {e.sequence or 'S'}]"
