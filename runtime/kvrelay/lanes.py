@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .box import Box, exact_windows
 from .bundle import Bundle
 from .drafters import Drafter, EngineDrafter, NgramDrafter
@@ -65,15 +67,15 @@ class Lanes:
         self._bundle = bundle
         self._precision = precision
         self._draft = draft
-        self._window = window
         self._exact = exact
         self.drafts = draft_names(bundle, precision)
         if draft != "auto" and draft not in self.drafts:
             raise ParameterError(f"draft={draft!r}: this bundle has auto, {', '.join(self.drafts)}")
         self._verify = [e for e in bundle.engines(role="verify", precision=precision) if e.batch == 1]
         sizes = [e.sequence for e in self._verify]
-        if window is not None and window not in sizes:
+        if window is not None and (not isinstance(window, (int, np.integer)) or window not in sizes):
             raise ParameterError(f"window={window!r}: this bundle has verify windows of {sizes} tokens, or None")
+        self._window = None if window is None else int(window)
         (self._prefill,) = bundle.engines(role="prefill", precision=precision)
         (self._decode,) = bundle.engines(role="decode", precision=precision)
         self.box = Box(bundle, threads, progress)

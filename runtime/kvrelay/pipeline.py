@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
@@ -144,6 +144,7 @@ class Pipeline:
         exact: bool = True,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
+        _check_flag("exact", exact)
         self._bundle = open_bundle(bundle)
         self.precision = _one_of("precision", precision, self._bundle.precisions())
         self.draft = draft
@@ -219,9 +220,13 @@ class Pipeline:
             seed = secrets.randbits(63)
         elif not _is_whole(seed) or not 0 <= seed < 2**64:
             raise ParameterError(f"seed={seed!r}: a whole number, 0 to 2**64 - 1, or None")
+        if not isinstance(stop, Iterable):
+            raise ParameterError(f"stop={stop!r}: a string or a list of strings, () for none")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not isinstance(s, str) or not s for s in stops):
             raise ParameterError(f"stop={stop!r}: strings of at least one character")
+        _check_flag("ignore_eos", ignore_eos)
+        _check_callable("trace", trace)
         tokens = self._tokenizer.encode(prompt)
         context = self._bundle.target.context
         if len(tokens) >= context:
@@ -242,10 +247,14 @@ class Pipeline:
         self, prompt: Prompt, *, callback: Callable[[str], None] | None = None, **options: Unpack[GenerationOptions]
     ) -> Result:
         """Return the whole answer; options as for :meth:`stream`, and ``callback``, told each piece of text."""
+        _check_callable("callback", callback)
         stream = self.stream(prompt, **options)
-        for piece in stream:
-            if callback is not None:
-                callback(piece)
+        try:
+            for piece in stream:
+                if callback is not None:
+                    callback(piece)
+        finally:
+            stream.close()  # an error of the callback, kept by its catcher, would keep the slot
         return stream.result
 
     def _pieces(self, request: Request, trace: Callable[[Event], None] | None) -> Iterator[str]:
@@ -269,6 +278,16 @@ def _one_of(name: str, value: str | None, allowed: list[str]) -> str:
     if value not in allowed:
         raise ParameterError(f"{name}={value!r}: this bundle has {', '.join(allowed)}")
     return value
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ParameterError(f"{name}={value!r}: True or False")
+
+
+def _check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise ParameterError(f"{name}={value!r}: a function, or None")
 
 
 def _is_whole(value: object) -> bool:

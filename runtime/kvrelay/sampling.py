@@ -50,19 +50,29 @@ class SamplingParams:
 
         for name in self.__slots__:
             value: Any = getattr(self, name)
-            number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-            check(name, number and math.isfinite(value), "a finite number is needed")
+            check(name, _is_finite(value), "a finite number is needed")
+            # One type for equal values: numpy computes in another precision beside its own scalars.
+            object.__setattr__(self, name, int(value) if value == int(value) and name == "top_k" else float(value))
         check("temperature", self.temperature >= 0, "0 (greedy) or more")
-        check("top_k", self.top_k == int(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or more")
+        check("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 (off) or more")
         check("top_p", 0 < self.top_p <= 1, "over 0, up to 1 (off); for the most likely token use temperature=0")
         check("min_p", 0 <= self.min_p <= 1, "0 (off) to 1")
-        check("repetition_penalty", self.repetition_penalty > 0, "over 0; 1 is off")
+        check("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000; 1 is off")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2; 0 is off")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2; 0 is off")
 
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 class Sampler:
@@ -114,7 +124,8 @@ class Sampler:
             raise EngineError(f"the logits at position {position} are not finite (largest: {top})")
         if self.params.temperature == 0:
             return leader
-        scaled = (row.astype(np.float64) - top) / self.params.temperature
+        with np.errstate(over="ignore"):  # a tiny temperature leaves the leader alone
+            scaled = (row.astype(np.float64) - top) / self.params.temperature
         kept = self._filter(scaled)
         if kept is not None:
             noise = gumbel(self.seed, position, kept.astype(np.uint32))

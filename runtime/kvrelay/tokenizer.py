@@ -20,6 +20,7 @@ __all__ = ["Message", "Prompt", "Tokenizer", "first_difference"]
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
 
+_MESSAGE_KEYS = ("role", "content")
 _PROMPTS = "a prompt is text, chat messages, or a list of token ids"
 
 
@@ -56,21 +57,34 @@ class Tokenizer:
                 messages do not suit the template.
         """
         if isinstance(prompt, str):
-            ids = self.backend.encode(prompt).ids
+            ids = self._encode(prompt, special=True)
             if len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
                 del ids[0]  # the text brought its own BOS
         elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
             raise PromptError(f"the prompt is of type {type(prompt).__name__}: {_PROMPTS}")
         else:
-            items: list[Any] = list(prompt)
+            try:
+                items: list[Any] = list(prompt)
+            except TypeError:  # a numpy array without axes
+                raise PromptError(f"the prompt is {prompt!r}: {_PROMPTS}") from None
             if items and isinstance(items[0], Mapping):
-                ids = self.backend.encode(self.render(items), add_special_tokens=False).ids
+                ids = self._encode(self.render(items), special=False)
             else:
                 ids = self._checked(items)
         if not ids:
             if self.bos_id is None or not self._adds_bos():
                 raise PromptError("the prompt has no tokens and this tokenizer adds no BOS: give at least one token")
             ids = [self.bos_id]
+        return ids
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"character {error.start} of the prompt, {text[error.start]!r}, is half of one: the text was not UTF-8"
+            ) from None
+        ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
         return ids
 
     def _adds_bos(self) -> bool:
@@ -99,8 +113,8 @@ class Tokenizer:
         if self._template is None:
             raise PromptError("this bundle has no chat template: give the prompt as text")
         for i, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise PromptError(f"messages[{i}] needs a 'role' and a 'content', got {message!r}")
+            if not isinstance(message, Mapping) or any(not isinstance(message.get(k), str) for k in _MESSAGE_KEYS):
+                raise PromptError(f"messages[{i}] needs a 'role' and a 'content', both text, got {message!r}")
         try:
             template = _environment().from_string(self._template)
             return template.render(
@@ -109,7 +123,7 @@ class Tokenizer:
                 bos_token=self._token(self.bos_id),
                 eos_token="",
             )
-        except TemplateError as error:
+        except Exception as error:  # a template runs code: besides its own TemplateError it raises what Python does
             raise PromptError(f"the chat template refuses these messages: {error}") from None
 
     def _token(self, token_id: int | None) -> str:

@@ -97,7 +97,7 @@ def test_a_token_limit_that_is_no_count_is_refused(llama_bundle: Path, limit: An
         plain(llama_bundle).stream(PROMPT, max_new_tokens=limit)
 
 
-@pytest.mark.parametrize("window", [0, 1, 3, 17, -2, "4"])
+@pytest.mark.parametrize("window", [0, 1, 3, 17, -2, "4", 4.0])
 def test_a_window_that_was_not_exported_is_refused_with_the_list(llama_bundle: Path, window: Any) -> None:
     with pytest.raises(ParameterError, match=r"\[2, 4, 8, 16\]"):
         Pipeline(llama_bundle, draft="ngram", window=window)

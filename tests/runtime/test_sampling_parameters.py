@@ -96,6 +96,10 @@ def test_a_draft_sees_the_penalties_that_the_verifier_sees(llama_bundle: Path) -
         ("repetition_penalty", -1.0),
         ("frequency_penalty", 2.5),
         ("presence_penalty", -2.5),
+        ("temperature", 10**400),
+        ("top_k", -(10**400)),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e300),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(llama_bundle: Path, name: str, value: Any) -> None:
@@ -123,10 +127,39 @@ def test_every_seed_in_range_works(llama_bundle: Path, seed: Any) -> None:
     assert plain(llama_bundle).generate(PROMPT, seed=seed, temperature=1.0, max_new_tokens=3).seed == int(seed)
 
 
-@pytest.mark.parametrize("stop", ["", ["ok", ""], [3]])
+@pytest.mark.parametrize("stop", ["", ["ok", ""], [3], None, 5])
 def test_a_stop_string_of_no_characters_is_refused(llama_bundle: Path, stop: Any) -> None:
     with pytest.raises(ParameterError, match="stop="):
         plain(llama_bundle).stream(PROMPT, stop=stop)
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "trace", "callback"])
+@pytest.mark.parametrize("value", ["no", 0])
+def test_a_value_that_is_no_flag_and_no_function_is_refused(llama_bundle: Path, name: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=rf"^{name}="):
+        plain(llama_bundle).generate(PROMPT, **{name: value})
+
+
+@pytest.mark.parametrize("exact", [None, "no", 0])
+def test_exact_is_never_switched_off_by_accident(llama_bundle: Path, exact: Any) -> None:
+    with pytest.raises(ParameterError, match="^exact="):
+        Pipeline(llama_bundle, exact=exact)
+
+
+def test_equal_numbers_of_other_types_mean_the_same() -> None:
+    numbers = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.3}
+    params = SamplingParams(**{n: np.float64(v) for n, v in numbers.items()}, top_k=np.int64(7))  # type: ignore[arg-type]
+    assert params == SamplingParams(**numbers, top_k=7)
+    assert {type(getattr(params, n)) for n in numbers} == {float}
+    assert type(params.top_k) is int
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_smallest_temperature_is_greedy_and_warns_of_nothing(llama_bundle: Path) -> None:
+    pipe = plain(llama_bundle)
+    assert_same(
+        pipe.generate(PROMPT, max_new_tokens=9, temperature=1e-320, seed=1), pipe.generate(PROMPT, max_new_tokens=9)
+    )
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,18 @@ def test_a_trace_that_raises_gives_the_slot_back(llama_bundle: Path) -> None:
     assert len(pipe.generate(PROMPT, max_new_tokens=10).token_ids) == 10
 
 
+def test_a_callback_that_raises_gives_the_slot_back_though_its_error_is_kept(llama_bundle: Path) -> None:
+    pipe = plain(llama_bundle)
+
+    def callback(piece: str) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as kept:
+        pipe.generate(PROMPT, max_new_tokens=10, callback=callback)
+    assert kept.value.__traceback__ is not None
+    assert len(pipe._lanes.free) == 1
+
+
 @pytest.mark.parametrize("action", ["next", "close"])
 def test_a_stream_in_use_by_one_thread_refuses_another(llama_bundle: Path, action: str) -> None:
     pipe = Pipeline(llama_bundle, draft="self", window=4)
@@ -168,7 +180,7 @@ def test_all_engines_of_a_process_run_on_one_number_of_threads(llama_bundle: Pat
         kvrelay.use_threads(1)
 
 
-@pytest.mark.parametrize("threads", [0, -1, 10**6])
-def test_a_thread_count_out_of_range_is_refused_with_the_range(threads: int) -> None:
+@pytest.mark.parametrize("threads", [0, -1, 10**6, "2", 2.0, True])
+def test_a_thread_count_out_of_range_is_refused_with_the_range(threads: Any) -> None:
     with pytest.raises(ParameterError, match=r"threads=.*give 1 to \d+"):
         kvrelay.use_threads(threads)

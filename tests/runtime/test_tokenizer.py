@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kvrelay import BundleError, Pipeline, PromptError
 from kvrelay.bundle import Bundle, open_bundle
@@ -100,6 +101,10 @@ def test_a_chat_is_put_through_the_template(llama_bundle: Path) -> None:
         ([{"role": "user"}], r"messages\[0\] needs"),
         ([{"content": "x"}], r"messages\[0\] needs"),
         ([{"role": "user", "content": "x"}, "y"], r"messages\[1\] needs"),
+        ([{"role": "user", "content": None}], r"messages\[0\] needs .* both text"),
+        ([{"role": "user", "content": "a\ud800"}], r"character 9 of the prompt, '\\ud800', is half of one"),
+        ("ab\udcff", r"character 2 of the prompt, '\\udcff', is half of one"),
+        (np.array(5), "the prompt is array"),
     ],
 )
 def test_a_prompt_that_is_none_is_refused_with_its_place(llama_bundle: Path, prompt: Any, message: str) -> None:
@@ -117,6 +122,12 @@ def test_a_template_that_raises_says_why(bundle: Bundle, tmp_path: Path) -> None
     refusing = tokenizer(bundle, tmp_path, adds_bos=False, template="{{ raise_exception('only two roles') }}")
     with pytest.raises(PromptError, match="only two roles"):
         refusing.encode([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_fails_in_python_is_one_clear_error(bundle: Bundle, tmp_path: Path) -> None:
+    failing = tokenizer(bundle, tmp_path, adds_bos=False, template="{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(PromptError, match="the chat template refuses these messages: can only concatenate"):
+        failing.encode([{"role": "user", "content": "x"}])
 
 
 def test_a_template_cannot_reach_the_machine(bundle: Bundle, tmp_path: Path) -> None:
@@ -142,8 +153,6 @@ def test_tokenizers_are_compared_by_what_every_id_means() -> None:
 
 
 def test_ids_that_are_numpy_integers_are_ids(llama_bundle: Path) -> None:
-    import numpy as np
-
     pipe = plain(llama_bundle)
     wanted = pipe.generate(PROMPT, max_new_tokens=4)
     for kind in (np.int32, np.int64, np.uint8):

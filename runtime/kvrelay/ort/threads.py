@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import EngineError, ParameterError, ThreadCountError
 from .library import onnxruntime
 
@@ -29,12 +31,14 @@ def use_threads(threads: int | None) -> int:
     """
     global _threads
     usable = len(os.sched_getaffinity(0))
-    if threads is not None and not 1 <= threads <= 4 * usable:
-        raise ParameterError(f"threads={threads}: this process may use {usable} CPUs, give 1 to {4 * usable}")
+    whole = isinstance(threads, (int, np.integer)) and not isinstance(threads, bool)
+    if threads is not None and not (whole and 1 <= threads <= 4 * usable):
+        raise ParameterError(f"threads={threads!r}: this process may use {usable} CPUs, give 1 to {4 * usable}")
     with _lock:
         if _threads is None:
-            _threads = threads or usable
-            onnxruntime().set_global_thread_pool_sizes(_threads, 1)
+            wanted = int(threads or usable)
+            onnxruntime().set_global_thread_pool_sizes(wanted, 1)
+            _threads = wanted
         elif threads is not None and threads != _threads:
             raise ThreadCountError(
                 f"threads={threads}: this process already runs its engines on {_threads} thread(s); all engines of a "
