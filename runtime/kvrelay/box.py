@@ -46,6 +46,25 @@ class Facts:
         return self.outside[_name(entry, entry.sequence or 1)] is None
 
 
+def _as_facts(stored: Any) -> Facts:
+    return Facts(
+        outside=dict(stored["outside"]),
+        plain_ms=float(stored["plain_ms"]),
+        verify_ms={int(n): float(t) for n, t in stored["verify_ms"].items()},
+        verify_after_draft_ms={int(n): float(t) for n, t in stored["verify_after_draft_ms"].items()},
+        draft_ms={n: float(t) for n, t in stored["draft_ms"].items()},
+        draft_width={n: int(w) for n, w in stored["draft_width"].items()},
+    )
+
+
+def _stored_facts(file: Path) -> Facts | None:
+    """Return the facts in ``file``, or None if it is absent or damaged (they are then measured again)."""
+    try:
+        return _as_facts(read_json(file))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
 def _name(entry: EngineEntry, width: int) -> str:
     return f"{entry.name}@1x{width}"
 
@@ -94,21 +113,15 @@ class Box:
             *self.bundle.engines(role="decode", precision=precision),
         ]
         file = self._cache / f"box-{precision}-{self._key(singles, drafts)}.json"
-        stored: Any = read_json(file)
-        if stored is None:
+        facts = _stored_facts(file)
+        if facts is None:
             with lock(self._cache):
-                stored = read_json(file)
-                if stored is None:
-                    stored = self._measure(verify, singles, drafts)
-                    publish_json(file, stored)
-        return Facts(
-            outside=stored["outside"],
-            plain_ms=stored["plain_ms"],
-            verify_ms={int(n): t for n, t in stored["verify_ms"].items()},
-            verify_after_draft_ms={int(n): t for n, t in stored["verify_after_draft_ms"].items()},
-            draft_ms=stored["draft_ms"],
-            draft_width=stored["draft_width"],
-        )
+                facts = _stored_facts(file)
+                if facts is None:
+                    measured = self._measure(verify, singles, drafts)
+                    publish_json(file, measured)
+                    facts = _as_facts(measured)
+        return facts
 
     def _key(self, singles: list[EngineEntry], drafts: list[EngineEntry]) -> str:
         facts = [onnxruntime().__version__, cpu_identity(), str(self.threads)]

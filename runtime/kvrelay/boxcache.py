@@ -74,15 +74,26 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def publish_json(path: Path, data: Any) -> None:
-    """Write ``data`` to ``path`` so that a reader sees the old file or the new one, whole."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    """Write ``data`` to ``path`` so that a reader sees the old file or the new one, whole.
+
+    Raises:
+        CacheDirectoryError: the folder cannot be written, or is full.
+    """
+    name = None
     try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(descriptor, "w") as handle:
             json.dump(data, handle, indent=1)
         os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+    except BaseException as error:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        if isinstance(error, OSError):
+            raise CacheDirectoryError(
+                f"cannot write {path}: {error.strerror or error}; "
+                "free space there or set KVRELAY_CACHE to another folder"
+            ) from None
         raise
 
 

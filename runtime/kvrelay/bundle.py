@@ -74,7 +74,10 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     Raises:
         BundleError: a file is missing, truncated or altered, or the manifest is not one that this version reads.
     """
-    folder = Path(path)
+    try:
+        folder = Path(path)
+    except TypeError:
+        raise BundleError(f"bundle={path!r}: the path of a folder is needed, as text or a Path") from None
     bundle = Bundle(folder, _read_manifest(folder))
     for entry in bundle.files():
         _check_size(folder, entry)
@@ -122,8 +125,8 @@ def _check_size(folder: Path, entry: FileEntry) -> None:
 
 def _check_hashes(bundle: Bundle) -> None:
     stamps_file = cache_directory(bundle.path) / "verified.json"
-    stamps = read_json(stamps_file) or {}
-    known = dict(stamps)
+    stamps = read_json(stamps_file)
+    known = dict(stamps) if isinstance(stamps, dict) else {}
     for entry in bundle.files():
         file = bundle.path / entry.path
         info = file.stat()
@@ -131,7 +134,10 @@ def _check_hashes(bundle: Bundle) -> None:
         key = str(file.resolve())
         if known.get(key) == stamp:
             continue
-        found = file_sha256(file)
+        try:
+            found = file_sha256(file)
+        except OSError as error:
+            raise BundleError(f"{file} cannot be read ({error.strerror}); make it readable or {_REBUILD}") from None
         if found != entry.sha256:
             raise BundleError(
                 f"{file} has SHA-256 {found[:12]}..., the manifest says {entry.sha256[:12]}...: altered; {_REBUILD}"

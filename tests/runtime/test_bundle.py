@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvrelay import BundleError, CacheDirectoryError, Pipeline
+from kvrelay import BundleError, CacheDirectoryError, EngineError, Pipeline
 from kvrelay.bundle import open_bundle
 from rig import PROMPT, assert_same, plain
 
@@ -201,6 +202,52 @@ def test_a_stored_fact_that_is_damaged_is_made_again(
         if file.name.startswith(("box-", "verified")):
             file.write_text(file.read_text()[:20])
     assert len(plain(bundle).generate(PROMPT, max_new_tokens=3).token_ids) == 3
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"a": 1}', '"text"'])
+def test_stored_facts_of_another_form_are_made_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    plain(bundle, "int4")
+    for file in (tmp_path / "cache").rglob("*.json"):
+        file.write_text(content)
+    for prepared in (tmp_path / "cache").rglob("*.onnx"):
+        prepared.unlink()
+    assert len(plain(bundle, "int4").generate(PROMPT, max_new_tokens=3).token_ids) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_a_pool_that_lost_weights_is_refused_and_never_filled_with_zeros(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    plain(bundle)
+    (pool,) = (tmp_path / "cache").rglob("weights.bin")
+    os.truncate(pool, 100_000) if damage == "cut" else pool.unlink()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=f"weights.bin has .* damaged, delete {pool.parent}"):
+            plain(bundle, "int4")
+    assert not pool.exists() or pool.stat().st_size == 100_000
+    shutil.rmtree(pool.parent)
+    assert len(plain(bundle, "int4").generate(PROMPT, max_new_tokens=3).token_ids) == 3
+
+
+def test_a_full_disk_is_one_clear_error(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(CacheDirectoryError, match=r"cannot write .*verified\.json: No space left .* free space"):
+        Pipeline(bundle)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"bytes"])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(BundleError, match=r"^bundle="):
+        Pipeline(path)
 
 
 def test_engines_share_one_copy_of_equal_weights_on_disk(

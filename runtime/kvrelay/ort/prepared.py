@@ -88,10 +88,19 @@ class _Pool:
     def __init__(self, folder: Path) -> None:
         self.data = folder / "weights.bin"
         self.index_file = folder / "weights.json"
-        self.index: dict[str, int] = read_json(self.index_file) or {}
+        stored = read_json(self.index_file)
+        self.index: dict[str, int] = {}
+        if isinstance(stored, dict) and all(isinstance(at, int) for at in stored.values()):
+            self.index = stored
+        size = self.data.stat().st_size if self.data.exists() else 0
         # Bytes after the last indexed tensor are what a killed run left behind; new tensors go over them. Without an
         # index nothing is known to be free.
-        self.end = self.index.get("end", self.data.stat().st_size if self.data.exists() else 0)
+        self.end = self.index.get("end", size)
+        if size < self.end:
+            # To grow it would fill the gap with zeros, which engines prepared earlier would take for weights.
+            raise EngineError(
+                f"{self.data} has {size} bytes, its index says {self.end}: the box's cache is damaged, delete {folder}"
+            )
 
     def adopt(self, entry: ExternalData, source: object) -> ExternalData:
         """Keep what ``entry`` points to in ``source`` and return the entry that points into the pool."""
