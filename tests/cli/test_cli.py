@@ -83,10 +83,63 @@ def test_the_trace_tells_every_window(llama_bundle: Path, tmp_path: Path) -> Non
         (["--threads", "0"], ["threads=0"]),
         (["--raw", "--system", "x"], ["--system", "--raw"]),
         (["--trace", "/nonexistent-folder/trace.jsonl"], ["--trace"]),
+        (["--trace", "/tmp"], ["--trace /tmp", "folder"]),
     ],
 )
 def test_a_bad_option_is_one_line(llama_bundle: Path, options: list[str], words: list[str]) -> None:
     assert_one_clear_line(kvrelay("run", llama_bundle, "x", *options), *words)
+
+
+def test_a_trace_through_a_link_or_into_a_pipe_leaves_both_in_place(llama_bundle: Path, tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real.jsonl", tmp_path / "link.jsonl", tmp_path / "pipe"
+    real.write_text("old")
+    real.chmod(0o600)
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    options = ("run", llama_bundle, "hello", "-n", 3, "--ignore-eos", "--draft", "none")
+    assert kvrelay(*options, "--trace", link).returncode == 0
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert kvrelay(*options, "--trace", pipe).returncode == 0
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert real.stat().st_mode & 0o777 == 0o600
+    assert reader.communicate(timeout=60)[0] == real.read_text()
+    assert len(real.read_text().splitlines()) == 3
+
+
+def test_input_that_is_no_text_is_one_line(llama_bundle: Path) -> None:
+    bad = b"a\xff"
+    for errors in ("strict", "surrogateescape"):
+        environment = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+        for command in (("run", llama_bundle, "-"), ("chat", llama_bundle)):
+            code = [sys.executable, "-c", "from kvrelay.cli import main; main()", *map(str, command)]
+            done = subprocess.run(code, input=bad, capture_output=True, check=False, timeout=300, env=environment)
+            assert done.returncode == 2, done.stderr
+            assert b"Traceback" not in done.stderr
+            assert b"kvrelay: " in done.stderr
+    assert_one_clear_line(kvrelay("run", llama_bundle, os.fsdecode(bad)), "character", "not UTF-8")
+
+
+def test_closed_and_full_and_narrow_streams_give_no_traceback(llama_bundle: Path) -> None:
+    main = f"{sys.executable} -c 'from kvrelay.cli import main; main()'"
+
+    def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["sh", "-c", line],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            env={**os.environ, **environment},
+        )
+
+    run = f"{main} run '{llama_bundle}' hello -n 20 -q --ignore-eos"
+    assert_one_clear_line(shell(f"{run} > /dev/full"), "No space left")
+    assert_one_clear_line(shell(f"{main} run '{llama_bundle}' - <&-"), "standard input", "closed")
+    assert "Traceback" not in shell(f"{main} chat '{llama_bundle}' <&-").stderr
+    narrow = shell(run, PYTHONIOENCODING="ascii")
+    assert narrow.returncode == 0, narrow.stderr
+    assert len(narrow.stdout) > 5
 
 
 def test_a_prompt_longer_than_the_context_names_both(llama_bundle: Path) -> None:
@@ -112,6 +165,7 @@ def test_inspect_shows_engines_shapes_hashes_and_kv_bytes(llama_bundle: Path) ->
     model = manifest["models"][manifest["target"]]
     kv = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * 4 * 100
     assert f"{kv:,} bytes for 100 tokens" in done.stdout
+    assert_one_clear_line(kvrelay("inspect", llama_bundle, "--context", 0), "--context 0")
 
 
 def test_bench_compares_plain_decoding_with_each_draft(llama_bundle: Path, tmp_path: Path) -> None:
@@ -125,6 +179,9 @@ def test_bench_compares_plain_decoding_with_each_draft(llama_bundle: Path, tmp_p
     assert cases == {"none", "none, not exact", "ngram", "skip", "none, sampled", "ngram, sampled", "skip, sampled"}
     assert {r["prompt"] for r in rows} == {"a", "b"}
     assert all(r["tokens_per_second"] > 0 for r in rows)
+    assert_one_clear_line(kvrelay("bench", llama_bundle, *options, "-n", 1), "--max-new-tokens 1")
+    prompts.write_text("{}")
+    assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "at least one prompt")
     prompts.write_text("[1]")
     assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "--prompts")
 

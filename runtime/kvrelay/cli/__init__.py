@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from importlib.metadata import entry_points
 
@@ -50,6 +52,9 @@ app.command()(bench)
 
 def main() -> None:
     """Run the command line: bad input is one line and exit code 2, Ctrl-C is exit code 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal cannot show must not end a generation
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
         app()
@@ -63,3 +68,8 @@ def main() -> None:
         # The reader of our output has gone, as in `kvrelay run ... | head`.
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        errors.print(f"kvrelay: {error}")
+        with contextlib.suppress(OSError, AttributeError):
+            sys.stdout.close()  # or the interpreter's last flush fails once more, with a traceback
+        sys.exit(2)

@@ -84,8 +84,12 @@ def bench(
     """
     if rounds < 1:
         raise ParameterError(f"--rounds {rounds}: at least 1")
+    if max_new_tokens < 2:
+        raise ParameterError(f"--max-new-tokens {max_new_tokens}: at least 2, the first token is not decoded")
     console = Console(stderr=True)
     texts = load_prompts(prompts)
+    if not texts:
+        raise ParameterError(f"--prompts {prompts}: at least one prompt")
     settings: dict[str, Any] = {"precision": precision, "threads": threads}
     first = o.open_pipeline(bundle, console, draft="none", window=None, exact=True, **settings)
     names = [d for d in first.drafts if d != "none"] + ["auto"] if drafts is None else drafts.split(",")

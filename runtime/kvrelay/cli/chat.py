@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..errors import PromptError
 from . import options as o
 from .run import cancel_on_interrupt
 from .table import share
@@ -39,8 +40,10 @@ def chat(
     while True:
         try:
             line = input("> ")
-        except EOFError:
+        except (EOFError, RuntimeError):  # RuntimeError: standard input is closed
             break
+        except UnicodeDecodeError as error:
+            raise PromptError(f"the message on standard input is not text: {error}") from None
         if not line.strip():
             break
         messages.append({"role": "user", "content": line})

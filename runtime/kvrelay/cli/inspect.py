@@ -35,7 +35,7 @@ def inspect(
     if not console.is_terminal:
         console = Console(width=160, soft_wrap=True)  # a pipe has no edge to fit
     for model in manifest.models.values():
-        entries = context or model.context
+        entries = model.context if context is None else context
         if not 1 <= entries <= model.context:
             raise ParameterError(f"--context {entries}: this bundle was exported for 1 to {model.context} tokens")
         role = "target" if model.name == manifest.target else "draft model"

@@ -50,7 +50,7 @@ def run(
 ) -> None:
     """Run one prompt and stream the answer; statistics go to standard error."""
     console = Console(stderr=True)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     if raw and system is not None:
         raise ParameterError("--system needs the chat template, which --raw leaves out")
     messages: Any = text
@@ -86,6 +86,15 @@ def run(
         raise typer.Exit(130)
 
 
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ParameterError("the prompt is to be read from standard input, which is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"the prompt on standard input is not text: {error}") from None
+
+
 @contextlib.contextmanager
 def cancel_on_interrupt(stream: Stream) -> Iterator[None]:
     """Let Ctrl-C end the generation after the current window, with the text so far; a second one interrupts."""
@@ -107,14 +116,23 @@ def _trace_file(path: Path | None) -> Iterator[Callable[[Event], None] | None]:
     if path is None:
         yield None
         return
+    if path.is_dir():
+        raise ParameterError(f"--trace {path}: a folder; give the name of a file")
+    path = path.resolve()  # a link stays, and what it points to is replaced
+    if path.exists() and not path.is_file():
+        # A device or a pipe is written to: to rename a file over /dev/null would take it from everybody.
+        with open(path, "w", encoding="utf-8") as handle:
+            yield lambda event: print(json.dumps(event), file=handle, flush=True)
+        return
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     except OSError as error:
         raise ParameterError(f"--trace {path}: {error.strerror or error}") from None
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
             yield lambda event: print(json.dumps(event), file=handle)
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
