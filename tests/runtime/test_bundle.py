@@ -233,6 +233,18 @@ def test_a_pool_that_lost_weights_is_refused_and_never_filled_with_zeros(
     assert len(plain(bundle, "int4").generate(PROMPT, max_new_tokens=3).token_ids) == 3
 
 
+def test_what_a_killed_preparation_left_behind_is_removed(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    plain(bundle)
+    (pool,) = (tmp_path / "cache").rglob("weights.bin")
+    (pool.parent / "work-killed").mkdir()
+    (pool.parent / "work-killed" / "weights.bin").write_bytes(b"half")
+    plain(bundle, "int4")
+    assert not list(pool.parent.glob("work-*"))
+
+
 def test_a_full_disk_is_one_clear_error(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
 

@@ -142,7 +142,7 @@ def test_a_value_that_is_no_flag_and_no_function_is_refused(llama_bundle: Path, 
 
 @pytest.mark.parametrize("exact", [None, "no", 0])
 def test_exact_is_never_switched_off_by_accident(llama_bundle: Path, exact: Any) -> None:
-    with pytest.raises(ParameterError, match="^exact="):
+    with pytest.raises(ParameterError, match=r"^exact="):
         Pipeline(llama_bundle, exact=exact)
 
 

@@ -49,6 +49,8 @@ def prepare(model: Path, sha256: str, cache: Path) -> Path:
     folder.mkdir(exist_ok=True)
     with lock(folder):
         if not prepared.exists():
+            for left in folder.glob("work-*"):  # by a killed run: under the lock nobody else is at work
+                shutil.rmtree(left, ignore_errors=True)
             try:
                 _prepare(model, prepared)
             except OSError as error:
