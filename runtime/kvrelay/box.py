@@ -88,6 +88,8 @@ class Box:
     def engine(self, entry: EngineEntry) -> Engine:
         """Return the loaded engine of ``entry``; one copy for all boxes of the process."""
         with _loading:
+            if entry.name in self._engines:
+                return self._engines[entry.name]  # whatever became of the files since
             file = prepare(self.bundle.path / entry.file.path, entry.file.sha256, self._cache)
             key = (str(file.resolve()), entry.name)
             engine = _loaded.get(key)

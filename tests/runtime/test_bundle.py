@@ -245,6 +245,21 @@ def test_what_a_killed_preparation_left_behind_is_removed(
     assert not list(pool.parent.glob("work-*"))
 
 
+def test_an_open_pipeline_needs_neither_its_bundle_nor_its_cache(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    pipe = Pipeline(bundle, draft="cousin", window=4)
+    wanted = pipe.generate(PROMPT, max_new_tokens=10)
+    shutil.rmtree(bundle)
+    shutil.rmtree(tmp_path / "cache")
+    stream = pipe.stream(PROMPT, max_new_tokens=10)
+    next(stream)
+    assert_same(pipe.generate(PROMPT, max_new_tokens=10), wanted)  # in a lane that is made now
+    list(stream)
+    assert_same(stream.result, wanted)
+
+
 def test_a_full_disk_is_one_clear_error(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
 

@@ -46,7 +46,7 @@ def prepare(model: Path, sha256: str, cache: Path) -> Path:
     prepared = folder / f"{sha256[:32]}.onnx"
     if prepared.exists():
         return prepared
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with lock(folder):
         if not prepared.exists():
             for left in folder.glob("work-*"):  # by a killed run: under the lock nobody else is at work
