@@ -59,11 +59,6 @@ class KVCache:
         """Address of the first byte of ``slot`` in the tensor ``name`` (a past name of the contract)."""
         return int(self.tensors[name][slot].ctypes.data)
 
-    def clear(self, slot: int) -> None:
-        """Zero a slot: needed after a pass wrote values that are not finite."""
-        for tensor in self.tensors.values():
-            tensor[slot] = 0
-
 
 class HandOver:
     """Copies new KV entries from one cache to another that cannot share its memory (another dtype or device)."""

@@ -64,6 +64,7 @@ class Stream:
         self._pieces = pieces
         self._seed = seed
         self._busy = threading.Lock()
+        self._ended = False
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -80,6 +81,9 @@ class Stream:
             while not (piece := next(self._pieces)):
                 pass
             return piece
+        except StopIteration:
+            self._ended = True
+            raise
         finally:
             self._busy.release()
 
@@ -97,6 +101,7 @@ class Stream:
             raise ParameterError("this stream is in use by another thread; cancel() ends it from any thread")
         try:
             self._pieces.close()  # type: ignore[attr-defined]
+            self._ended = True
         finally:
             self._busy.release()
 
@@ -108,7 +113,7 @@ class Stream:
             ParameterError: the stream has not been read to its end.
         """
         request = self._request
-        if request.finish_reason is None:
+        if not self._ended or request.finish_reason is None:
             raise ParameterError("the stream has no result yet: read it to its end, or cancel it first")
         return Result(
             request.stream.text, request.output, list(request.scores), request.finish_reason, self._seed, request.stats
@@ -259,17 +264,20 @@ class Pipeline:
 
     def _pieces(self, request: Request, trace: Callable[[Event], None] | None) -> Iterator[str]:
         lane = self._lanes.take(request)
+        usable = True
         try:
             yield from generate(request, lane.target, self._lanes.policy(lane), trace)
             lane.tokens = request.tokens[: request.kv_length]
         except EngineError:
-            # What the failed pass wrote is unknown; a NaN behind a mask would leak into later requests.
-            lane.target.cache.clear(0)
+            # What the failed pass wrote is unknown, and a NaN behind a mask would leak into later requests.
+            usable = False
             raise
         finally:
             if request.finish_reason is None:
                 request.finish_reason = "cancelled"
-            self._lanes.release(lane)
+            request.stream.finish()
+            if usable:
+                self._lanes.release(lane)
 
 
 def _one_of(name: str, value: str | None, allowed: list[str]) -> str:

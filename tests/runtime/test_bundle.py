@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from kvrelay import BundleError, CacheDirectoryError, EngineError, Pipeline
 from kvrelay.bundle import open_bundle
+from kvrelay.ort.prepared import prepare
 from rig import PROMPT, assert_same, plain
 
 
@@ -288,3 +289,21 @@ def test_engines_share_one_copy_of_equal_weights_on_disk(
         assert next(e for e in pipe._bundle.manifest.engines if e.name == name)
     weights = pipe._bundle.manifest.weights.bytes
     assert size < 2.2 * weights, "seven fp32 engines would otherwise take seven times the weights"
+
+
+def test_a_changed_pool_of_packed_weights_is_refused_and_an_intact_one_is_not(
+    llama_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    source = next(e for e in open_bundle(llama_bundle).manifest.engines if e.name == "fp32-decode")
+    model = llama_bundle / source.file.path
+    prepared = prepare(model, source.file.sha256, tmp_path)
+    pool = prepared.parent / "weights.bin"
+    with pool.open("ab") as file:
+        file.write(b"what a killed run left behind")
+    assert prepare(model, source.file.sha256, tmp_path) == prepared
+    content = bytearray(pool.read_bytes())
+    content[100] ^= 1
+    pool.write_bytes(content)
+    with pytest.raises(EngineError, match="damaged"):
+        prepare(model, source.file.sha256, tmp_path)

@@ -184,3 +184,20 @@ def test_all_engines_of_a_process_run_on_one_number_of_threads(llama_bundle: Pat
 def test_a_thread_count_out_of_range_is_refused_with_the_range(threads: Any) -> None:
     with pytest.raises(ParameterError, match=r"threads=.*give 1 to \d+"):
         kvrelay.use_threads(threads)
+
+
+def test_a_result_waits_for_the_end_of_the_stream_and_closing_keeps_the_text_of_its_ids(llama_bundle: Path) -> None:
+    pipe = plain(llama_bundle)
+    full = pipe.generate(PROMPT, max_new_tokens=6, ignore_eos=True)
+    stream = pipe.stream(PROMPT, max_new_tokens=6, ignore_eos=True, stop=[full.text + "x"])  # holds all text back
+    pieces = iter(stream)
+    first = next(pieces)
+    with pytest.raises(ParameterError, match="read it to its end"):
+        _ = stream.result
+    rest = "".join(pieces)
+    assert first + rest == stream.result.text == full.text
+    closed = pipe.stream(PROMPT, max_new_tokens=40, ignore_eos=True)
+    next(closed)
+    closed.close()
+    assert closed.result.finish_reason == "cancelled"
+    assert closed.result.text == pipe._tokenizer.decode(closed.result.token_ids).rstrip("\ufffd")

@@ -64,10 +64,6 @@ def main() -> None:
     except KeyboardInterrupt:
         errors.print("kvrelay: interrupted")
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has gone, as in `kvrelay run ... | head`.
-        sys.stderr.close()
-        sys.exit(141)
     except OSError as error:
         errors.print(f"kvrelay: {error}")
         with contextlib.suppress(OSError, AttributeError):

@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from ..boxcache import cpu_identity, lock, publish_json, read_json
 from ..errors import CacheDirectoryError, EngineError
@@ -38,16 +39,19 @@ def prepare(model: Path, sha256: str, cache: Path) -> Path:
         cache: the bundle's folder in the box's cache.
 
     Raises:
-        EngineError: ONNX Runtime refuses the model.
+        EngineError: ONNX Runtime refuses the model, or the cache was damaged.
         CacheDirectoryError: the cache ran out of space.
     """
     ort = onnxruntime()
     folder = cache / f"ort-{ort.__version__}-{cpu_identity()}"
     prepared = folder / f"{sha256[:32]}.onnx"
-    if prepared.exists():
+    if prepared.exists() and not _Pool(folder).changed():
         return prepared
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder):
+        # Another process may have been adding to it, or was killed while it was; or somebody changed it.
+        if (pool := _Pool(folder)).changed():
+            pool.verify()
         if not prepared.exists():
             for left in folder.glob("work-*"):  # by a killed run: under the lock nobody else is at work
                 shutil.rmtree(left, ignore_errors=True)
@@ -75,7 +79,8 @@ def _prepare(model: Path, prepared: Path) -> None:
             options.add_session_config_entry(key, value)
         load_session(model, options)
         pool = _Pool(prepared.parent)
-        with open(work / "weights.bin", "rb") if (work / "weights.bin").exists() else contextlib.nullcontext() as data:
+        (work / "weights.bin").touch()  # a model without large tensors has none
+        with open(work / "weights.bin", "rb") as data:
             graph = redirect((work / "model.onnx").read_bytes(), lambda entry: pool.adopt(entry, data))
         pool.publish()
         (work / "model.onnx").write_bytes(graph)
@@ -85,26 +90,48 @@ def _prepare(model: Path, prepared: Path) -> None:
 
 
 class _Pool:
-    """An append-only file of tensors, found by content. Used under the cache's lock."""
+    """An append-only file of tensors, found by content."""
 
     def __init__(self, folder: Path) -> None:
         self.data = folder / "weights.bin"
         self.index_file = folder / "weights.json"
-        stored = read_json(self.index_file)
-        self.index: dict[str, int] = {}
-        if isinstance(stored, dict) and all(isinstance(at, int) for at in stored.values()):
-            self.index = stored
-        size = self.data.stat().st_size if self.data.exists() else 0
+        self.tensors: dict[str, list[int]] = {}  # by content: offset and length
+        self.modified = 0  # of the data file, in ns, when the index was written
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            stored: Any = read_json(self.index_file)
+            self.tensors = {key: [int(offset), int(length)] for key, (offset, length) in stored["tensors"].items()}
+            self.modified = int(stored["modified"])
         # Bytes after the last indexed tensor are what a killed run left behind; new tensors go over them. Without an
         # index nothing is known to be free.
-        self.end = self.index.get("end", size)
-        if size < self.end:
-            # To grow it would fill the gap with zeros, which engines prepared earlier would take for weights.
-            raise EngineError(
-                f"{self.data} has {size} bytes, its index says {self.end}: the box's cache is damaged, delete {folder}"
-            )
+        self.end = max((sum(place) for place in self.tensors.values()), default=self._size())
 
-    def adopt(self, entry: ExternalData, source: object) -> ExternalData:
+    def _size(self) -> int:
+        return self.data.stat().st_size if self.data.exists() else 0
+
+    def changed(self) -> bool:
+        """Whether the data file is not the one that the index was written for."""
+        return bool(self.tensors) and (not self.data.exists() or self.data.stat().st_mtime_ns != self.modified)
+
+    def verify(self) -> None:
+        """Read every tensor again; if all are intact, as after a killed run, remember the file as it is.
+
+        Raises:
+            EngineError: a tensor is not what it was: packed weights have no checksum that ONNX Runtime would look at.
+        """
+        intact = self._size() >= self.end
+        if intact:
+            with open(self.data, "rb") as data:
+                for key, (offset, length) in self.tensors.items():
+                    data.seek(offset)
+                    intact = intact and _content_key(data.read(length)) == key
+        if not intact:
+            raise EngineError(
+                f"{self.data} has {self._size()} bytes, its index names {self.end} of other content: "
+                f"the box's cache is damaged, delete {self.data.parent}"
+            )
+        self.publish()
+
+    def adopt(self, entry: ExternalData, source: BinaryIO) -> ExternalData:
         """Keep what ``entry`` points to in ``source`` and return the entry that points into the pool."""
         new = dict(entry)
         new["location"] = self.data.name
@@ -117,19 +144,28 @@ class _Pool:
             new[key] = f"{match['head']}{offset};{match['length']};{match['tail']}"
         return new
 
-    def _keep(self, source: object, offset: int, length: int) -> int:
-        source.seek(offset)  # type: ignore[attr-defined]
-        content = source.read(length)  # type: ignore[attr-defined]
-        key = hashlib.blake2b(content, digest_size=20).hexdigest()
-        if key not in self.index:
+    def _keep(self, source: BinaryIO, offset: int, length: int) -> int:
+        source.seek(offset)
+        content = source.read(length)
+        key = _content_key(content)
+        if key not in self.tensors:
             at = -(-self.end // _ALIGNMENT) * _ALIGNMENT
             with open(self.data, "r+b" if self.data.exists() else "w+b") as pool:
                 pool.seek(at)
                 pool.write(content)
-            self.index[key] = at
+            self.tensors[key] = [at, length]
             self.end = at + length
-        return self.index[key]
+        return self.tensors[key][0]
 
     def publish(self) -> None:
-        self.index["end"] = self.end
-        publish_json(self.index_file, self.index)
+        """Write the index; what it names is on the disk before it."""
+        if not self.data.exists():
+            return
+        with open(self.data, "rb") as data:
+            os.fsync(data.fileno())
+        self.modified = self.data.stat().st_mtime_ns
+        publish_json(self.index_file, {"modified": self.modified, "tensors": self.tensors})
+
+
+def _content_key(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=20).hexdigest()
