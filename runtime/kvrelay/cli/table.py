@@ -25,7 +25,7 @@ def stats_table(result: Result) -> Table:
     gain = (
         "-"
         if s.speedup is None
-        else f"{s.speedup:.2f}x plain decoding (a step of {s.plain_ms:.1f} ms when the box is idle)"
+        else f"{s.speedup:.2f}x plain decoding (stored cost of a plain step: {s.plain_ms:.1f} ms)"
     )
     for name, value in (
         ("tokens", f"{s.prompt_tokens} prompt ({s.reused_tokens} reused) + {s.emitted} output"),
