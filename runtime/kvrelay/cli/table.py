@@ -22,11 +22,9 @@ def stats_table(result: Result) -> Table:
     """Return the statistics of one generation, with what the draft gained against plain decoding."""
     s = result.stats
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    gain = (
-        "-"
-        if s.speedup is None
-        else f"{s.speedup:.2f}x plain decoding (its step reckoned at {1000 * s.speedup / (s.tokens_per_second or 1):.1f} ms)"
-    )
+    gain = "-"
+    if s.speedup is not None and s.tokens_per_second:
+        gain = f"{s.speedup:.2f}x plain decoding, a step reckoned at {1000 * s.speedup / s.tokens_per_second:.1f} ms"
     for name, value in (
         ("tokens", f"{s.prompt_tokens} prompt ({s.reused_tokens} reused) + {s.emitted} output"),
         ("finish", f"{result.finish_reason}, seed {result.seed}"),
