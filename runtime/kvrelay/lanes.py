@@ -15,7 +15,7 @@ from .errors import ParameterError
 from .kv import HandOver, KVCache, kv_bytes
 from .manifest import EngineEntry
 from .policy import Costs, Policy, break_even
-from .request import Request
+from .request import Request, common_prefix
 from .target import Target
 
 __all__ = ["Lane", "Lanes", "draft_names"]
@@ -119,12 +119,7 @@ class Lanes:
         """Entries of a slot that a prompt can use: only where every committing pass gives the same bits."""
         if not (self._exact and self._one_class):
             return 0
-        same = 0
-        for a, b in zip(lane.tokens, request.tokens[:-1], strict=False):
-            if a != b:
-                break
-            same += 1
-        return same
+        return common_prefix(lane.tokens, request.tokens[:-1])
 
     # -- making -------------------------------------------------------------------------------------------------
 

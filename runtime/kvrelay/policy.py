@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .drafters import Drafter
-from .request import Request
+from .request import Request, common_prefix
 
 __all__ = ["Costs", "Plan", "Policy", "break_even", "expected_tokens"]
 
@@ -152,11 +152,7 @@ class Policy:
     def learn(self, plan: Plan, evaluated: int, accepted: int, committed: Sequence[int]) -> None:
         """Take in the outcome of a window, ``committed`` being the tokens that it added."""
         for kind, proposed in self._looked_up.items():
-            matched = 0
-            for a, b in zip(proposed, committed, strict=False):
-                if a != b:
-                    break
-                matched += 1
+            matched = common_prefix(proposed, committed)
             self._track(kind).add(min(matched + 1, len(proposed), len(committed)), matched)
         if plan.drafter is None:
             for track in self._tracks.values():
