@@ -19,26 +19,37 @@ _MS = "com.microsoft"
 _ROTATED_MULTIPLE = 16  # GroupQueryAttention rotates heads of a multiple of this size only
 
 
-def lower_ort(model: ir.Model) -> None:
-    """Rewrite ``model`` in place, weights still float32."""
+def lower_ort(model: ir.Model, *, paired: bool = False) -> None:
+    """Rewrite ``model`` in place, weights still float32.
+
+    Args:
+        model: the program.
+        paired: for an engine of one token a row: attention sees each token twice, the second a pad behind it. It then
+            takes the same code path as in passes of two tokens and more, whose bits differ from those of one, while
+            all products keep their size.
+    """
     graph = model.graph
     model.opset_imports[_MS] = 1
-    lengths = _attention_lengths(graph)
+    lengths = _attention_lengths(graph, paired=paired)
     for node in list(graph):
         if node.op_type == "CachedAttention":
-            _lower_attention(graph, node, lengths)
+            _lower_attention(graph, node, lengths, paired=paired)
         elif node.op_type == "RMSNormalization":
             _lower_norm(node)
         elif node.op_type == "MatMul":
             _lower_head(node)
 
 
-def _attention_lengths(graph: ir.Graph) -> list[ir.Value]:
+def _attention_lengths(graph: ir.Graph, *, paired: bool) -> list[ir.Value]:
     """Insert what GroupQueryAttention wants to know about lengths, computed once from ``write_index``."""
     ids = next(v for v in graph.inputs if v.name == contract.INPUT_IDS)
     write_index = next(v for v in graph.inputs if v.name == contract.WRITE_INDEX)
     one = constant(graph, "kvrelay.one", np.array([1], np.int64))
     width = ir.node("Shape", [ids], {"start": 1, "end": 2})
+    first = [width]
+    if paired:
+        width = ir.node("Add", [width.outputs[0], one])
+        first.append(width)
     batch = ir.node("Shape", [ids], {"start": 0, "end": 1})
     total = ir.node("Add", [write_index, width.outputs[0]])
     last = ir.node("Sub", [total.outputs[0], one])
@@ -47,7 +58,7 @@ def _attention_lengths(graph: ir.Graph) -> list[ir.Value]:
     longest32 = ir.node("Cast", [longest.outputs[0]], {"to": ir.DataType.INT32})
     widths = ir.node("Expand", [width.outputs[0], batch.outputs[0]])
     widths32 = ir.node("Cast", [widths.outputs[0]], {"to": ir.DataType.INT32})
-    nodes = [width, batch, total, last, seqlens, longest, longest32, widths, widths32]
+    nodes = [*first, batch, total, last, seqlens, longest, longest32, widths, widths32]
     graph.insert_before(graph[0], nodes)
     return [seqlens.outputs[0], longest32.outputs[0], widths32.outputs[0]]
 
@@ -71,7 +82,7 @@ def _positions(graph: ir.Graph) -> ir.Value:
     return positions.outputs[0]
 
 
-def _lower_attention(graph: ir.Graph, node: ir.Node, lengths: list[ir.Value]) -> None:
+def _lower_attention(graph: ir.Graph, node: ir.Node, lengths: list[ir.Value], *, paired: bool) -> None:
     query, key, value, past_key, past_value, _, cos, sin = node.inputs
     assert past_key is not None and past_key.shape is not None
     seqlens, longest, widths = lengths
@@ -87,6 +98,10 @@ def _lower_attention(graph: ir.Graph, node: ir.Node, lengths: list[ir.Value]) ->
         graph.insert_before(node, rotations)
         inputs = [*(r.outputs[0] for r in rotations), value]
         tables = [None, None]
+    if paired:
+        twice = [ir.node("Concat", [x, x], {"axis": 1}) if x is not None else None for x in inputs]
+        graph.insert_before(node, [n for n in twice if n is not None])
+        inputs = [n.outputs[0] if n is not None else None for n in twice]
     attention = ir.node(
         "GroupQueryAttention",
         # Empty slots: position_ids, attention_bias, head_sink, k_scale, v_scale, q_norm, k_norm. `query_seqlens`
@@ -101,7 +116,12 @@ def _lower_attention(graph: ir.Graph, node: ir.Node, lengths: list[ir.Value]) ->
         domain=_MS,
         num_outputs=3,
     )
-    replace(node, [attention], attention.outputs)
+    if not paired:
+        replace(node, [attention], attention.outputs)
+        return
+    zero, one = (constant(graph, f"kvrelay.at{i}", np.array([i], np.int64)) for i in (0, 1))
+    first = ir.node("Slice", [attention.outputs[0], zero, one, one])
+    replace(node, [attention, first], [first.outputs[0], *attention.outputs[1:]])
 
 
 def _projection(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:

@@ -220,6 +220,9 @@ def _export_target(work: _Work, target: _Traced) -> None:
             fixed = fix_shape(dynamic, batch, width, rows)
             name = f"{precision}-{role}-{batch}x{width}"
             _add_engine(work, target, fixed, name, role, precision, shape=(batch, width, rows))  # type: ignore[arg-type]
+        if options.dialect == "ort":
+            step = fix_shape(lower(target.program, options.dialect, precision, paired=True), None, 1, 1)
+            _add_engine(work, target, step, f"{precision}-step", "step", precision, shape=(None, 1, 1))
     _check_static_trace(work, target)
 
 
@@ -317,7 +320,7 @@ def _add_engine(
     role: Role,
     precision: Precision,
     *,
-    shape: tuple[int, int, int] | None = None,
+    shape: tuple[int | None, int, int] | None = None,
     draft: str | None = None,
     skip: tuple[str, ...] = (),
 ) -> None:

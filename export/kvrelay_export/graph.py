@@ -129,10 +129,10 @@ def cancel_reshapes(model: ir.Model) -> None:
             model.graph.remove(node, safe=True)
 
 
-def fix_shape(model: ir.Model, batch: int, sequence: int, rows: int) -> ir.Model:
-    """Return a copy of a dynamic engine with every axis fixed."""
+def fix_shape(model: ir.Model, batch: int | None, sequence: int, rows: int) -> ir.Model:
+    """Return a copy of a dynamic engine with every axis fixed, the batch only if one is given."""
     fixed = model.clone()
-    sizes = {contract.BATCH: batch, contract.SEQUENCE: sequence, contract.ROWS: rows}
+    sizes = {contract.BATCH: batch or contract.BATCH, contract.SEQUENCE: sequence, contract.ROWS: rows}
     for value in (*fixed.graph.inputs, *fixed.graph.outputs):
         assert value.shape is not None
         value.shape = ir.Shape([d if isinstance(d, int) else sizes[str(d.value)] for d in value.shape])

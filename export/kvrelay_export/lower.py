@@ -40,8 +40,11 @@ def lower(
     *,
     skip: Collection[str] = (),
     kv_dtype: str = "float32",
+    paired: bool = False,
 ) -> ir.Model:
     """Return the graph of one engine; ``program`` is left as it is.
+
+    ``paired`` is for the role `step` of the `ort` dialect: see :func:`kvrelay_export.dialect_ort.lower_ort`.
 
     Raises:
         ExportError: the dialect does not have the precision or the cache dtype.
@@ -52,7 +55,7 @@ def lower(
     drop_sublayers(model, skip)
     cancel_reshapes(model)
     if dialect == "ort":
-        lower_ort(model)
+        lower_ort(model, paired=paired)
         if precision != "fp32":
             quantize_ort(model, precision)
         if kv_dtype != "float32":

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from .boxcache import cache_directory, cpu_identity, lock, publish_json, read_json
 from .bundle import Bundle
-from .classes import Shape, find_class
 from .costs import Pattern, measure
-from .engine import BoundPass, Engine
+from .engine import BoundPass, LoadedEngine
 from .errors import EngineError, ExactnessError
+from .invariance import Shape, Verdict, check_shapes, shape_name
 from .kv import KVCache
 from .manifest import EngineEntry
 from .ort import OrtEngine, use_threads
 from .ort.library import onnxruntime
 from .ort.prepared import prepare
 
-__all__ = ["Box", "Facts"]
+__all__ = ["Box", "Facts", "exact_windows"]
 
 Progress = Callable[[str], None]
+_T = TypeVar("_T")
 _STEP_WIDTHS = (1, 2, 4)
 
 _loaded: WeakValueDictionary[tuple[str, str], OrtEngine] = WeakValueDictionary()
@@ -33,40 +35,18 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Measured facts about one precision of a bundle on this box."""
+    """Measured facts about one precision of a bundle on this box, for one request at a time."""
 
     outside: dict[str, str | None]  # by shape: None in the verifier's class, else the difference in words
     plain_ms: float  # the decode engine, one token
+    step_ms: float  # the step engine, one token; infinite without one
     verify_ms: dict[int, float]  # by window size, after another pass of the target
     verify_after_draft_ms: dict[int, float]  # by window size, after a draft engine
     draft_ms: dict[str, float]  # one step, by engine name
     draft_width: dict[str, int]  # the fastest width of a step, by engine name
 
     def in_class(self, entry: EngineEntry) -> bool:
-        return self.outside[_name(entry, entry.sequence or 1)] is None
-
-
-def _as_facts(stored: Any) -> Facts:
-    return Facts(
-        outside=dict(stored["outside"]),
-        plain_ms=float(stored["plain_ms"]),
-        verify_ms={int(n): float(t) for n, t in stored["verify_ms"].items()},
-        verify_after_draft_ms={int(n): float(t) for n, t in stored["verify_after_draft_ms"].items()},
-        draft_ms={n: float(t) for n, t in stored["draft_ms"].items()},
-        draft_width={n: int(w) for n, w in stored["draft_width"].items()},
-    )
-
-
-def _stored_facts(file: Path) -> Facts | None:
-    """Return the facts in ``file``, or None if it is absent or damaged (they are then measured again)."""
-    try:
-        return _as_facts(read_json(file))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _name(entry: EngineEntry, width: int) -> str:
-    return f"{entry.name}@1x{width}"
+        return self.outside[shape_name(entry.name, 1, entry.sequence or 1)] is None
 
 
 class Box:
@@ -85,7 +65,7 @@ class Box:
         self._cache: Path = cache_directory(bundle.path)
         self._engines: dict[str, OrtEngine] = {}
 
-    def engine(self, entry: EngineEntry) -> Engine:
+    def engine(self, entry: EngineEntry) -> LoadedEngine:
         """Return the loaded engine of ``entry``; one copy for all boxes of the process."""
         with _loading:
             if entry.name in self._engines:
@@ -106,44 +86,121 @@ class Box:
         """Return the facts about ``precision`` with these drafts, measured if they are not stored.
 
         Raises:
-            ExactnessError: an engine gives values that cannot be compared.
+            EngineError: an engine gives values that cannot be compared.
         """
         verify = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
-        singles = [
-            *verify,
-            *self.bundle.engines(role="prefill", precision=precision),
-            *self.bundle.engines(role="decode", precision=precision),
-        ]
-        file = self._cache / f"box-{precision}-{self._key(singles, drafts)}.json"
-        facts = _stored_facts(file)
-        if facts is None:
-            with lock(self._cache):
-                facts = _stored_facts(file)
-                if facts is None:
-                    measured = self._measure(verify, singles, drafts)
-                    publish_json(file, measured)
-                    facts = _as_facts(measured)
-        return facts
+        (prefill,) = self.bundle.engines(role="prefill", precision=precision)
+        (decode,) = self.bundle.engines(role="decode", precision=precision)
+        steps = self.bundle.engines(role="step", precision=precision)
+        verdicts = self.verdicts(precision, [self.shape(e) for e in (*verify, prefill, decode, *steps)])
+        outside = {name: verdict.outside for name, verdict in verdicts.items()}
 
-    def _key(self, singles: list[EngineEntry], drafts: list[EngineEntry]) -> str:
-        facts = [onnxruntime().__version__, cpu_identity(), str(self.threads)]
-        facts += [e.file.sha256 for e in (*singles, *drafts)]
-        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+        def missing(stored: dict[str, Any]) -> dict[str, Any]:
+            wanted = {e.name for e in drafts} - set(stored.get("draft_ms", {}))
+            if stored and not wanted:
+                return {}
+            self._progress("first use on this box: measuring what each engine costs")
+            return self._measure_costs(verify, decode, steps, drafts)
 
-    def _measure(
-        self, verify: list[EngineEntry], singles: list[EngineEntry], drafts: list[EngineEntry]
-    ) -> dict[str, object]:
-        self._progress("first use on this box: finding the shape classes of the engines")
-        shapes = [Shape(self.engine(e), e.sequence or 1, e.rows or 1) for e in singles]
-        reference = max((s for s in shapes if s.engine.entry.role == "verify"), key=lambda s: s.width)
-        outside = find_class(self.bundle.target, shapes, reference)
+        def read(stored: dict[str, Any]) -> Facts:
+            return Facts(
+                outside=outside,
+                plain_ms=float(stored["plain_ms"]),
+                step_ms=float(stored["step_ms"]),
+                verify_ms={int(n): float(t) for n, t in stored["verify_ms"].items()},
+                verify_after_draft_ms={int(n): float(t) for n, t in stored["verify_after_draft_ms"].items()},
+                draft_ms={n: float(t) for n, t in stored["draft_ms"].items()},
+                draft_width={n: int(w) for n, w in stored["draft_width"].items()},
+            )
 
-        self._progress("first use on this box: measuring what each engine costs")
-        (decode,) = (e for e in singles if e.role == "decode")
-        return {"outside": outside, **self._measure_costs(verify, decode, drafts)}
+        return self._stored("costs", precision, missing, read)
+
+    def shape(self, entry: EngineEntry, batch: int = 1, width: int = 1, rows: int = 1) -> Shape:
+        """Return a shape of ``entry``; one with fixed axes has its own."""
+        fixed = (entry.batch, entry.sequence, entry.rows)
+        if fixed[0] is not None and fixed[1] is not None and fixed[2] is not None:
+            batch, width, rows = fixed[0], fixed[1], fixed[2]
+        return Shape(self.engine(entry), batch, width, rows)
+
+    def verdicts(self, precision: str, shapes: Sequence[Shape]) -> dict[str, Verdict]:
+        """Return the invariance check's verdicts by shape name; shapes without a stored one are checked.
+
+        Raises:
+            EngineError: an engine gives values that cannot be compared.
+            MemoryBudgetError: there is no room to check the largest batch.
+        """
+
+        def missing(stored: dict[str, Any]) -> dict[str, Any]:
+            new = [s for s in shapes if s.name not in stored]
+            if not new:
+                return {}
+            self._progress(f"first use on this box: checking {len(new)} shapes of the {precision} engines bit for bit")
+            singles = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
+            reference = self.shape(max(singles, key=lambda e: e.sequence or 0))
+            found = check_shapes(self.bundle.target, new, reference, self._progress)
+            return {name: asdict(verdict) for name, verdict in found.items()}
+
+        def read(stored: dict[str, Any]) -> dict[str, Verdict]:
+            return {s.name: Verdict(**stored[s.name]) for s in shapes}
+
+        return self._stored("shapes", precision, missing, read)
+
+    def batch_ms(self, precision: str, shapes: Sequence[Shape]) -> dict[str, float]:
+        """Return the milliseconds of one run by shape name; shapes without a stored figure are measured."""
+
+        def missing(stored: dict[str, Any]) -> dict[str, Any]:
+            new = [s for s in shapes if s.name not in stored]
+            if not new:
+                return {}
+            self._progress(f"first use on this box: measuring {len(new)} shapes of the {precision} engines")
+            caches: dict[tuple[str, str], KVCache] = {}
+            slots = max(s.batch for s in new)
+            patterns = {}
+            for s in new:
+                entry = s.engine.entry
+                if (entry.model, entry.kv_dtype) not in caches:
+                    model = self.bundle.manifest.models[entry.model]
+                    caches[entry.model, entry.kv_dtype] = KVCache(model, range(model.layers), entry.kv_dtype, slots)
+                cache = caches[entry.model, entry.kv_dtype]
+                bound = s.engine.bind(cache, s.width, s.rows, batch=s.batch)
+                patterns[s.name] = Pattern(bound, bound)
+            return dict(measure(patterns))
+
+        def read(stored: dict[str, Any]) -> dict[str, float]:
+            return {s.name: float(stored[s.name]) for s in shapes}
+
+        return self._stored("batch-costs", precision, missing, read)
+
+    def _stored(
+        self,
+        kind: str,
+        precision: str,
+        missing: Callable[[dict[str, Any]], dict[str, Any]],
+        read: Callable[[dict[str, Any]], _T],
+    ) -> _T:
+        """Read what is stored under ``kind``, after adding what ``missing`` finds that it lacks."""
+        facts = (onnxruntime().__version__, cpu_identity(), str(self.threads))
+        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+        file = self._cache / f"{kind}-{precision}-{key}.json"
+
+        def attempt(stored: dict[str, Any]) -> _T:
+            found = missing(stored)
+            result = read({**stored, **found})
+            if found:
+                publish_json(file, {**stored, **found})
+            return result
+
+        with lock(self._cache):  # one process measures, the others find its figures
+            stored = read_json(file)
+            try:
+                return attempt(stored or {})
+            except (KeyError, TypeError, ValueError, AttributeError):
+                if not stored:
+                    raise
+                return attempt({})  # the file was damaged: measure again
 
     def _measure_costs(
-        self, verify: list[EngineEntry], decode: EngineEntry, drafts: list[EngineEntry]
+        self, verify: list[EngineEntry], decode: EngineEntry, steps: list[EngineEntry], drafts: list[EngineEntry]
     ) -> dict[str, object]:
         caches: dict[tuple[str, str], KVCache] = {}
 
@@ -157,18 +214,23 @@ class Box:
         windows = {e.sequence: bind(e, e.sequence) for e in verify if e.sequence}
         plain = bind(decode, 1)
         middle = windows[sorted(windows)[len(windows) // 2]]
-        steps = {(e.name, w): bind(e, w) for e in drafts for w in (_STEP_WIDTHS if e.role == "draft" else (1,))}
-        other = next(iter(steps.values()), plain)
+        draft_steps = {(e.name, w): bind(e, w) for e in drafts for w in (_STEP_WIDTHS if e.role == "draft" else (1,))}
+        other = next(iter(draft_steps.values()), plain)
         patterns = {"plain": Pattern(plain, plain)}
+        for entry in steps:
+            bound = bind(entry, 1)
+            patterns["step"] = Pattern(bound, bound)
         patterns |= {f"verify {n}": Pattern(bound, bound) for n, bound in windows.items()}
         patterns |= {f"verify {n} after draft": Pattern(other, bound) for n, bound in windows.items()}
-        patterns |= {f"draft {name} {w}": Pattern(middle, bound, times=3) for (name, w), bound in steps.items()}
+        patterns |= {f"draft {name} {w}": Pattern(middle, bound, times=3) for (name, w), bound in draft_steps.items()}
         ms = measure(patterns)
         best = {
-            e.name: min((w for n, w in steps if n == e.name), key=lambda w: ms[f"draft {e.name} {w}"]) for e in drafts
+            e.name: min((w for n, w in draft_steps if n == e.name), key=lambda w: ms[f"draft {e.name} {w}"])
+            for e in drafts
         }
         return {
             "plain_ms": ms["plain"],
+            "step_ms": ms.get("step", math.inf),
             "verify_ms": {n: ms[f"verify {n}"] for n in windows},
             "verify_after_draft_ms": {n: ms[f"verify {n} after draft"] for n in windows},
             "draft_ms": {name: ms[f"draft {name} {width}"] for name, width in best.items()},
@@ -185,7 +247,7 @@ def exact_windows(facts: Facts, verify: list[EngineEntry]) -> list[EngineEntry]:
     kept = [e for e in verify if facts.in_class(e)]
     widest = max(verify, key=lambda e: e.sequence or 0)
     if widest not in kept:
-        reason = facts.outside[_name(widest, widest.sequence or 1)]
+        reason = facts.outside[shape_name(widest.name, 1, widest.sequence or 1)]
         raise ExactnessError(
             f"exact=True cannot be kept on this box: {widest.name} does not agree with itself ({reason}); "
             "use exact=False, or export another precision"

@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import CacheDirectoryError
 
-__all__ = ["cache_directory", "cpu_identity", "lock", "publish_json", "read_json"]
+__all__ = ["cache_directory", "cpu_identity", "cpu_name", "lock", "publish_json", "read_json"]
 
 
 def cache_directory(bundle: Path) -> Path:
@@ -60,6 +60,17 @@ def cpu_identity() -> str:
             if not key.strip() and len(facts) > 2:
                 break
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def cpu_name() -> str:
+    """Return the CPU's name, for people."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "Hardware"):
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .kv import KVCache
 from .manifest import EngineEntry
 
-__all__ = ["BoundPass", "Engine"]
+__all__ = ["BoundPass", "LoadedEngine"]
 
 
 class BoundPass(Protocol):
@@ -36,13 +36,24 @@ class BoundPass(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """A loaded engine. Thread-safe: each thread binds its own passes."""
+class LoadedEngine(Protocol):
+    """An engine of a bundle, loaded. Thread-safe: each thread binds its own passes."""
 
     entry: EngineEntry
 
-    def bind(self, cache: KVCache, width: int, rows: int, *, slot: int = 0, batch: int = 1) -> BoundPass:
+    def bind(
+        self,
+        cache: KVCache,
+        width: int,
+        rows: int,
+        *,
+        slot: int = 0,
+        batch: int = 1,
+        logits: npt.NDArray[np.float32] | None = None,
+    ) -> BoundPass:
         """Bind ``batch`` neighbouring slots from ``slot`` on, ``width`` tokens a row, ``rows`` logit rows a row.
+
+        ``logits`` is flat memory for the logits, which passes may share that run one after the other.
 
         Raises:
             EngineError: the shape is not one that the engine has, or the cache does not fit it.

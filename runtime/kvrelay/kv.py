@@ -59,6 +59,19 @@ class KVCache:
         """Address of the first byte of ``slot`` in the tensor ``name`` (a past name of the contract)."""
         return int(self.tensors[name][slot].ctypes.data)
 
+    def swap(self, a: int, b: int, length: int) -> int:
+        """Exchange the first ``length`` entries of two slots; return the bytes written."""
+        for tensor in self.tensors.values():
+            kept = tensor[a, :, :length].copy()
+            tensor[a, :, :length] = tensor[b, :, :length]
+            tensor[b, :, :length] = kept
+        return 2 * kv_bytes(self.model, len(self.layers), self.dtype.itemsize, length)
+
+    def clear(self, slot: int, start: int = 0, end: int | None = None) -> None:
+        """Zero the entries ``start .. end - 1`` of a slot: a NaN behind a mask would leak into a sum."""
+        for tensor in self.tensors.values():
+            tensor[slot, :, start:end] = 0
+
 
 class HandOver:
     """Copies new KV entries from one cache to another that cannot share its memory (another dtype or device)."""
@@ -66,23 +79,23 @@ class HandOver:
     def __init__(self, source: KVCache, destination: KVCache) -> None:
         self.source = source
         self.destination = destination
-        self.length = 0
+        self.lengths = [0] * source.slots
         self.bytes = 0
 
-    def restart(self) -> None:
+    def restart(self, slot: int = 0) -> None:
         """Forget what was copied: a new request has the slot."""
-        self.length = 0
+        self.lengths[slot] = 0
 
     def advance(self, length: int, slot: int = 0) -> None:
         """Copy the entries that the destination lacks up to ``length``, all of them committed."""
-        if length <= self.length:
+        if length <= self.lengths[slot]:
             return
-        span = slice(self.length, length)
+        span = slice(self.lengths[slot], length)
         for name, tensor in self.destination.tensors.items():
             part = self.source.tensors[name][slot, :, span]
             tensor[slot, :, span] = part
             self.bytes += part.size * tensor.itemsize
-        self.length = length
+        self.lengths[slot] = length
 
 
 def _available_bytes() -> int | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from .box import Box, exact_windows
 from .bundle import Bundle
 from .drafters import Drafter, EngineDrafter, NgramDrafter
+from .drafts import acceptance_prior, draft_entry, draft_names
 from .errors import ParameterError
 from .kv import HandOver, KVCache, kv_bytes
 from .manifest import EngineEntry
@@ -18,11 +20,8 @@ from .policy import Costs, Policy, break_even
 from .request import Request, common_prefix
 from .target import Target
 
-__all__ = ["Lane", "Lanes", "draft_names"]
+__all__ = ["Lane", "Lanes"]
 
-# What acceptance to expect before a request has shown its own.
-_NGRAM_PRIOR = {1: 0.15, 2: 0.35, 3: 0.5, 4: 0.65}  # by length of the match
-_OTHER_MODEL_PRIOR = 0.7
 # A draft that pays only from here on is not loaded by "auto": nothing reaches it for long.
 _HOPELESS = 0.97
 
@@ -42,7 +41,7 @@ class Lanes:
     Args:
         bundle: the bundle.
         precision: of the target, one that the bundle has.
-        draft: "auto", or one of :func:`draft_names`.
+        draft: "auto", or one of :func:`kvrelay.drafts.draft_names`.
         window: a fixed verify window, or None.
         threads: thread count of the process; None for the count in force.
         exact: commit only through verify engines of one shape class.
@@ -79,11 +78,14 @@ class Lanes:
         (self._prefill,) = bundle.engines(role="prefill", precision=precision)
         (self._decode,) = bundle.engines(role="decode", precision=precision)
         self.box = Box(bundle, threads, progress)
-        self.facts = self.box.facts(precision, [self.draft_entry(n) for n in self._engine_drafts()])
+        self.facts = self.box.facts(
+            precision, [draft_entry(self._bundle, self._precision, n) for n in self._engine_drafts()]
+        )
         if exact:
             self._verify = exact_windows(self.facts, self._verify)
             if window is not None and window not in [e.sequence for e in self._verify]:
                 raise ParameterError(f"window={window}: on this box its engine lies outside the exact shape class")
+        self._plain = self._plain_step()
         # Where prefill gives the same bits as verify, short ends of a prompt may go through verify engines, and what
         # an earlier request left in a slot may serve a later one.
         self._one_class = self.facts.in_class(self._prefill)
@@ -132,15 +134,14 @@ class Lanes:
             verify[entry.sequence] = self.box.engine(entry).bind(cache, entry.sequence, entry.rows)
         assert self._prefill.sequence is not None
         prefill = self.box.engine(self._prefill).bind(cache, self._prefill.sequence, 1)
-        # Exact plain steps stay in the verifier's shape class, at its narrowest, behind the token a pad.
-        plain = verify[min(verify)] if self._exact else self.box.engine(self._decode).bind(cache, 1, 1)
+        plain = verify[min(verify)] if self._plain is None else self.box.engine(self._plain).bind(cache, 1, 1)
         bound = Target(cache, verify, prefill, plain, mixed_prefill=self._one_class)
         return Lane(bound, {name: self._new_drafter(name, cache) for name in self._wanted_drafts()})
 
     def _new_drafter(self, name: str, cache: KVCache) -> Drafter:
         if name == "ngram":
             return NgramDrafter()
-        entry = self.draft_entry(name)
+        entry = draft_entry(self._bundle, self._precision, name)
         engine = self.box.engine(entry)
         model = self._bundle.manifest.models[entry.model]
         own_model = entry.model != self._bundle.manifest.target
@@ -157,17 +158,18 @@ class Lanes:
             hand_over=hand_over,
         )
 
-    # -- drafts and costs ---------------------------------------------------------------------------------------
+    def _plain_step(self) -> EngineEntry | None:
+        """Return the engine of a pass without a draft; None for the narrowest verify engine, its second token a pad.
 
-    def draft_entry(self, name: str) -> EngineEntry:
-        """Return the engine behind a draft's name."""
-        if name == "self":
+        Exact steps stay in the verifier's shape class: the step engine's lie there or not, as the check found.
+        """
+        if not self._exact:
             return self._decode
-        for entry in self._bundle.manifest.engines:
-            if entry.draft == name and (name != "skip" or entry.precision == self._precision):
-                return entry
-        (entry,) = self._bundle.engines(role="decode", precision=name)
-        return entry
+        steps = [e for e in self._bundle.engines(role="step", precision=self._precision) if self.facts.in_class(e)]
+        narrowest = self.facts.verify_ms[min(e.sequence for e in self._verify if e.sequence)]
+        return steps[0] if steps and self.facts.step_ms < narrowest else None
+
+    # -- drafts and costs ---------------------------------------------------------------------------------------
 
     def _engine_drafts(self) -> list[str]:
         """Drafts with an engine that is not the target's own."""
@@ -186,8 +188,10 @@ class Lanes:
         windows = sorted(e.sequence for e in self._verify if e.sequence)
         verify = {n: facts.verify_ms[n] for n in windows}
         after_draft = {n: facts.verify_after_draft_ms[n] for n in windows}
-        plain = verify[min(verify)] if self._exact else facts.plain_ms
-        draft = {n: facts.draft_ms[self.draft_entry(n).name] for n in self._engine_drafts()}
+        plain = verify[min(verify)]
+        if self._plain is not None:
+            plain = facts.plain_ms if self._plain is self._decode else facts.step_ms
+        draft = {n: facts.draft_ms[draft_entry(self._bundle, self._precision, n).name] for n in self._engine_drafts()}
         return Costs(plain, verify, after_draft, {**draft, "ngram": 0.0, "self": facts.plain_ms})
 
     def policy(self, lane: Lane) -> Policy:
@@ -196,26 +200,6 @@ class Lanes:
             drafters=list(lane.drafters.values()),
             costs=self.costs,
             windows=[self._window] if self._window is not None else list(self.costs.verify),
-            prior=self._prior,
+            prior=partial(acceptance_prior, self._bundle, self._precision),
             fixed=self._window is not None and self._draft != "auto",
         )
-
-    def _prior(self, name: str, grade: int) -> float:
-        if name in ("ngram", "self"):
-            return _NGRAM_PRIOR[grade] if name == "ngram" else _HOPELESS
-        entry = self.draft_entry(name)
-        if entry.model != self._bundle.manifest.target or entry.check is None:
-            return _OTHER_MODEL_PRIOR
-        # Measured against the checkpoint's own weights; a quantised target is a little away from those itself.
-        return entry.check.agreement * (self._decode.check.agreement if self._decode.check is not None else 1.0)
-
-
-def draft_names(bundle: Bundle, precision: str) -> list[str]:
-    """Names of the drafts that a bundle offers to a target of ``precision``."""
-    names = ["none", "ngram", "self"]
-    for entry in bundle.manifest.engines:
-        if entry.draft is not None and (entry.draft != "skip" or entry.precision == precision):
-            names.append(entry.draft)
-        elif entry.role == "decode" and entry.precision in ("int8", "int4") and entry.precision != precision:
-            names.append(entry.precision)
-    return list(dict.fromkeys(names))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from .compare import compare
 from .policy import Plan, Policy
 from .request import Request
 from .target import Target
@@ -71,30 +72,10 @@ def _window(request: Request, target: Target, policy: Policy, trace: Callable[[E
     window = [request.tokens[-1], *drafted]
     logits = target.replay(window, start, plan.window) if drafted else target.step(window[0], start)
 
-    text = ""
-    matched = evaluated = 0
-    for row in range(len(window)):
-        token = request.decide(logits[row])
-        text += request.advance_text()
-        if row < len(drafted):
-            evaluated += 1
-            if token == drafted[row]:
-                matched += 1
-                stats.accepted += 1
-            else:
-                stats.corrections += 1
-        else:
-            stats.bonus += 1
-        if matched <= row or request.finish_reason is not None:
-            break
+    matched, evaluated, text = compare(request, drafted, logits)
 
     # Rollback is this line: entries of the last committed token and the matches are valid, later ones are not.
     request.kv_length = len(request.tokens) - 1
-    stats.proposed += len(drafted)
-    stats.evaluated += evaluated
-    stats.windows += bool(drafted)
-    stats.plain_passes += not drafted
-    stats.rollbacks += evaluated > matched
     stats.stored_verify_ms += policy.costs.pass_ms(plan.window if drafted else 0)
     policy.learn(plan, evaluated, matched, request.tokens[start + 1 :])
     if plan.drafter is not None:

@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 
 Precision = Literal["fp32", "fp16", "int8", "int4", "int8-dynamic"]
 Dialect = Literal["ort", "standard"]
-Role = Literal["draft", "decode", "verify", "prefill"]
+Role = Literal["draft", "decode", "step", "verify", "prefill"]
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -92,6 +92,8 @@ class EngineEntry(_Strict):
             raise ValueError(f"engine {self.name}: role {self.role} needs a fixed batch, sequence and rows")
         if self.role in ("draft", "decode") and any(fixed):
             raise ValueError(f"engine {self.name}: role {self.role} has dynamic axes")
+        if self.role == "step" and (self.batch, self.sequence, self.rows) != (None, 1, 1):
+            raise ValueError(f"engine {self.name}: role step has a dynamic batch and one token a row")
         if self.role == "draft" and self.draft is None:
             raise ValueError(f"engine {self.name}: a draft needs a name")
         return self

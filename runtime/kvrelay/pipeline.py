@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
-import numpy as np
-
 from .bundle import open_bundle
-from .errors import EngineError, ParameterError, PromptError
+from .errors import EngineError, ParameterError
+from .intake import Intake, Result, check_callable, check_flag, one_of, result_of
 from .lanes import Lanes
 from .loop import Event, generate
 from .request import Request
-from .sampling import Sampler, SamplingParams
-from .stats import Stats
-from .text import TextStream
-from .tokenizer import Prompt, Tokenizer
+from .tokenizer import Prompt
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["GenerationOptions", "Pipeline", "Result", "Stream"]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finished generation. Text, ids, scores and reason always agree with each other."""
-
-    text: str
-    token_ids: list[int]  # the output, an EOS id at its end included
-    scores: list[float]  # float32 log-probability of each output token, before filters
-    finish_reason: str  # "stop", "length" or "cancelled"
-    seed: int
-    stats: Stats
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -59,10 +41,9 @@ class GenerationOptions(TypedDict, total=False):
 class Stream:
     """Iterator over the text of one generation, and the handle to cancel it. Use it from one thread at a time."""
 
-    def __init__(self, request: Request, pieces: Iterator[str], seed: int) -> None:
+    def __init__(self, request: Request, pieces: Iterator[str]) -> None:
         self._request = request
         self._pieces = pieces
-        self._seed = seed
         self._busy = threading.Lock()
         self._ended = False
 
@@ -115,9 +96,7 @@ class Stream:
         request = self._request
         if not self._ended or request.finish_reason is None:
             raise ParameterError("the stream has no result yet: read it to its end, or cancel it first")
-        return Result(
-            request.stream.text, request.output, list(request.scores), request.finish_reason, self._seed, request.stats
-        )
+        return result_of(request)
 
 
 class Pipeline:
@@ -149,14 +128,13 @@ class Pipeline:
         exact: bool = True,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        _check_flag("exact", exact)
+        check_flag("exact", exact)
         self._bundle = open_bundle(bundle)
-        self.precision = _one_of("precision", precision, self._bundle.precisions())
+        self.precision = one_of("precision", precision, self._bundle.precisions())
         self.draft = draft
         self.window = window
         self.exact = exact
-        self._tokenizer = Tokenizer(self._bundle)
-        self._eos_ids = frozenset(self._bundle.manifest.generation.eos_ids)
+        self._intake = Intake(self._bundle)
         self._lanes = Lanes(
             self._bundle,
             precision=self.precision,
@@ -175,7 +153,7 @@ class Pipeline:
         Raises:
             PromptError: the prompt is empty or malformed.
         """
-        return self._tokenizer.encode(prompt)
+        return self._intake.tokenizer.encode(prompt)
 
     def stream(
         self,
@@ -216,43 +194,28 @@ class Pipeline:
             ParameterError: a parameter is out of range.
             PromptError: the prompt is empty, or does not fit the context.
         """
-        params = SamplingParams(
-            temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty
+        check_callable("trace", trace)
+        request = self._intake.request(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
         )
-        if not _is_whole(max_new_tokens) or max_new_tokens < 1:
-            raise ParameterError(f"max_new_tokens={max_new_tokens!r}: a whole number of at least 1")
-        if seed is None:
-            seed = secrets.randbits(63)
-        elif not _is_whole(seed) or not 0 <= seed < 2**64:
-            raise ParameterError(f"seed={seed!r}: a whole number, 0 to 2**64 - 1, or None")
-        if not isinstance(stop, Iterable):
-            raise ParameterError(f"stop={stop!r}: a string or a list of strings, () for none")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if any(not isinstance(s, str) or not s for s in stops):
-            raise ParameterError(f"stop={stop!r}: strings of at least one character")
-        _check_flag("ignore_eos", ignore_eos)
-        _check_callable("trace", trace)
-        tokens = self._tokenizer.encode(prompt)
-        context = self._bundle.target.context
-        if len(tokens) >= context:
-            raise PromptError(
-                f"the prompt has {len(tokens)} tokens, the context is {context} and must hold at least one more: "
-                "shorten the prompt, or export with a larger --context"
-            )
-        request = Request(
-            tokens=tokens,
-            limit=min(context, len(tokens) + int(max_new_tokens)),
-            sampler=Sampler(params, int(seed), self._bundle.target.vocab_size, tokens),
-            stream=TextStream(self._tokenizer.decode, stops),
-            eos_ids=frozenset() if ignore_eos else self._eos_ids,
-        )
-        return Stream(request, self._pieces(request, trace), int(seed))
+        return Stream(request, self._pieces(request, trace))
 
     def generate(
         self, prompt: Prompt, *, callback: Callable[[str], None] | None = None, **options: Unpack[GenerationOptions]
     ) -> Result:
         """Return the whole answer; options as for :meth:`stream`, and ``callback``, told each piece of text."""
-        _check_callable("callback", callback)
+        check_callable("callback", callback)
         stream = self.stream(prompt, **options)
         try:
             for piece in stream:
@@ -278,25 +241,3 @@ class Pipeline:
             request.stream.finish()
             if usable:
                 self._lanes.release(lane)
-
-
-def _one_of(name: str, value: str | None, allowed: list[str]) -> str:
-    if value is None:
-        return allowed[0]
-    if value not in allowed:
-        raise ParameterError(f"{name}={value!r}: this bundle has {', '.join(allowed)}")
-    return value
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, (bool, np.bool_)):
-        raise ParameterError(f"{name}={value!r}: True or False")
-
-
-def _check_callable(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise ParameterError(f"{name}={value!r}: a function, or None")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from .drafters import Drafter
 from .request import Request, common_prefix
 
-__all__ = ["Costs", "Plan", "Policy", "break_even", "expected_tokens"]
+__all__ = ["MARGIN", "Acceptance", "Costs", "Kind", "Plan", "Policy", "break_even", "expected_tokens"]
 
 # A draft must promise this much over the alternative before it is used: stored costs are not exact.
-_MARGIN = 1.03
+MARGIN = 1.03
 # Weight of the prior, in evaluated tokens, and how fast evidence fades, for each window and each plain step.
 _PRIOR_WEIGHT = 6.0
 _FADE_WINDOW = 0.95
@@ -42,13 +42,11 @@ class Costs:
         return self.verify[size] if size else self.plain
 
 
-_Kind = tuple[str, int]  # a draft's name and the grade of its proposals
+Kind = tuple[str, int]  # a draft's name and the grade of its proposals
 
 
 @dataclass(slots=True)
 class _Track:
-    """What is known about one drafter's acceptance in this request."""
-
     prior: float
     evaluated: float = 0.0
     accepted: float = 0.0
@@ -57,14 +55,51 @@ class _Track:
     def acceptance(self) -> float:
         return (self.accepted + self.prior * _PRIOR_WEIGHT) / (self.evaluated + _PRIOR_WEIGHT)
 
-    def add(self, evaluated: int, accepted: int) -> None:
-        self.fade(_FADE_WINDOW)
-        self.evaluated += evaluated
-        self.accepted += accepted
-
     def fade(self, factor: float) -> None:
         self.evaluated *= factor
         self.accepted *= factor
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What one request has shown of each draft's acceptance.
+
+    Args:
+        prior: acceptance of a draft's proposals of a grade before anything was seen.
+    """
+
+    prior: Callable[[str, int], float]
+    _tracks: dict[Kind, _Track] = field(init=False, default_factory=dict)
+
+    def of(self, kind: Kind) -> float:
+        """Return the acceptance to expect."""
+        return self._track(kind).acceptance
+
+    def add(self, kind: Kind, evaluated: int, accepted: int) -> None:
+        """Take in a window's outcome."""
+        track = self._track(kind)
+        track.fade(_FADE_WINDOW)
+        track.evaluated += evaluated
+        track.accepted += accepted
+
+    def add_proposal(self, kind: Kind, proposed: Sequence[int], committed: Sequence[int]) -> None:
+        """Judge a proposal, used or not, by the tokens that were committed in its place."""
+        matched = common_prefix(proposed, committed)
+        self.add(kind, min(matched + 1, len(proposed), len(committed)), matched)
+
+    def fade(self) -> None:
+        """Trust what was seen a little less: a step went by without a draft."""
+        for track in self._tracks.values():
+            track.fade(_FADE_PLAIN)
+
+    def seen(self, name: str) -> list[float]:
+        """Return a draft's acceptance by grade, for those grades that came up."""
+        return [track.acceptance for (draft, _), track in sorted(self._tracks.items()) if draft == name]
+
+    def _track(self, kind: Kind) -> _Track:
+        if kind not in self._tracks:
+            self._tracks[kind] = _Track(self.prior(*kind))
+        return self._tracks[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +144,20 @@ class Policy:
     windows: Sequence[int]
     prior: Callable[[str, int], float]
     fixed: bool
-    _tracks: dict[_Kind, _Track] = field(init=False, default_factory=dict)
+    _acceptance: Acceptance = field(init=False)
     # What each lookup proposed for the window at hand. Lookups cost nothing, so they are judged at every window,
     # whether or not another draft was used.
-    _looked_up: dict[_Kind, list[int]] = field(init=False, default_factory=dict)
+    _looked_up: dict[Kind, list[int]] = field(init=False, default_factory=dict)
 
-    def _track(self, kind: _Kind) -> _Track:
-        if kind not in self._tracks:
-            self._tracks[kind] = _Track(self.prior(*kind))
-        return self._tracks[kind]
+    def __post_init__(self) -> None:
+        self._acceptance = Acceptance(self.prior)
 
     def plan(self, request: Request) -> Plan:
         """Plan the next window: at most as many candidates as tokens may still be committed before the last."""
         most = min(self.windows[-1], request.remaining) - 1
         self._looked_up.clear()
         best: Plan | None = None
-        best_time = self.costs.plain / _MARGIN if not self.fixed else float("inf")
+        best_time = self.costs.plain / MARGIN if not self.fixed else float("inf")
         for drafter in self.drafters if most > 0 else ():
             step = self.costs.draft[drafter.name]
             known = drafter.propose(request, most) if step == 0 else []
@@ -141,7 +174,7 @@ class Policy:
         """Return the least time per token and the count and window that give it."""
         if self.fixed:
             return 0.0, most, next(n for n in self.windows if n > most)
-        acceptance = self._track((drafter.name, drafter.grade)).acceptance
+        acceptance = self._acceptance.of((drafter.name, drafter.grade))
         lengths = [(k, next(n for n in self.windows if n > k)) for k in range(1, most + 1)]
         times = [self.costs.window(drafter.name, k, n) / expected_tokens(acceptance, k) for k, n in lengths]
         shortest = min(times)
@@ -152,15 +185,13 @@ class Policy:
     def learn(self, plan: Plan, evaluated: int, accepted: int, committed: Sequence[int]) -> None:
         """Take in the outcome of a window, ``committed`` being the tokens that it added."""
         for kind, proposed in self._looked_up.items():
-            matched = common_prefix(proposed, committed)
-            self._track(kind).add(min(matched + 1, len(proposed), len(committed)), matched)
+            self._acceptance.add_proposal(kind, proposed, committed)
         if plan.drafter is None:
-            for track in self._tracks.values():
-                track.fade(_FADE_PLAIN)
+            self._acceptance.fade()
             return
         kind = (plan.drafter.name, plan.drafter.grade)
         if kind not in self._looked_up:
-            self._track(kind).add(evaluated, accepted)
+            self._acceptance.add(kind, evaluated, accepted)
 
     def summary(self) -> str:
         """Say what the choice came to, with the break-even acceptance of each draft."""
@@ -170,6 +201,6 @@ class Policy:
         for drafter in self.drafters:
             needed = break_even(self.costs, drafter.name)
             limit = "never pays here" if needed is None else f"pays from {needed:.2f}"
-            seen = [f"{t.acceptance:.2f}" for (name, _), t in sorted(self._tracks.items()) if name == drafter.name]
+            seen = [f"{acceptance:.2f}" for acceptance in self._acceptance.seen(drafter.name)]
             parts.append(f"{drafter.name}: acceptance lately {' / '.join(seen) or 'not tried'}, {limit}")
         return "; ".join(parts)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Stats"]
+__all__ = ["EngineStats", "Stats"]
 
 
 @dataclass(slots=True)
 class Stats:
-    """What a request did.
+    """What a request did. In a batch, times are those of the passes that the request took part in.
 
     Always: ``proposed >= evaluated >= accepted`` and ``emitted == first + accepted + corrections + bonus``. Rows
     behind the token that ends a request are never looked at, so nothing emitted is taken back.
@@ -89,3 +89,54 @@ class Stats:
             return None
         slowed = self.verify_seconds / self.stored_verify_ms
         return (self.emitted - self.first) * self.plain_ms * slowed / self.decode_seconds
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What a batch did since it was made."""
+
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    emitted: int = 0  # tokens committed after each request's first
+    reused_tokens: int = 0  # prompt tokens whose KV a former request had left in the slot
+    steps: int = 0  # passes of the whole batch
+    step_rows: int = 0  # active rows of those passes, summed
+    replays: int = 0  # passes of a verify engine over a group of windows
+    windows: int = 0  # windows replayed
+    group_places: int = 0  # places that those passes had for windows
+    rollbacks: int = 0  # windows with a mismatch
+    recomputed: int = 0  # candidates that were dropped
+    draft_failures: int = 0  # passes that went without a draft because its engine failed
+    kv_bytes_moved: int = 0  # KV bytes written when rows moved to another slot
+    seconds: float = 0.0  # in the loop while there was work
+    prefill_seconds: float = 0.0
+    step_seconds: float = 0.0
+    replay_seconds: float = 0.0
+
+    @property
+    def group_fill(self) -> float | None:
+        """Share of a group's places that held a window; None without a replay."""
+        return self.windows / self.group_places if self.group_places else None
+
+    @property
+    def verify_share(self) -> float | None:
+        """Share of the time in engines that replays took."""
+        total = self.prefill_seconds + self.step_seconds + self.replay_seconds
+        return self.replay_seconds / total if total else None
+
+    @property
+    def recomputed_share(self) -> float | None:
+        """Candidates dropped over tokens committed."""
+        return self.recomputed / self.emitted if self.emitted else None
+
+    @property
+    def batch_fill(self) -> float | None:
+        """Active rows of an average pass."""
+        return self.step_rows / self.steps if self.steps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens committed after each request's first, by the time the loop worked."""
+        return self.emitted / self.seconds if self.seconds else None

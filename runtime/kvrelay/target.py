@@ -56,19 +56,23 @@ class Target:
 
     def prefill(self, tokens: Sequence[int], start: int) -> Logits:
         """Process ``tokens[start:]`` and return the logits ``[V]`` that follow the last."""
-        chunk = self._prefill.input_ids.shape[1]
         while True:
-            left = len(tokens) - start
-            bound = self._prefill
-            if self._mixed_prefill and left <= chunk // 2:
-                bound = next((p for n, p in self._verify.items() if n >= left), self._verify[self.windows[-1]])
-            part = tokens[start : start + bound.input_ids.shape[1]]
-            row = len(part) - 1
-            self._run(bound, part, start, last_row=row)
-            start += len(part)
-            if start == len(tokens):
-                last: Logits = bound.logits[0, min(row, bound.logits.shape[1] - 1)]
+            start, last = self.prefill_chunk(tokens, start)
+            if last is not None:
                 return last
+
+    def prefill_chunk(self, tokens: Sequence[int], start: int) -> tuple[int, Logits | None]:
+        """Process one chunk of ``tokens[start:]``; return its end and, at the last token, the logits ``[V]``."""
+        chunk = self._prefill.input_ids.shape[1]
+        left = len(tokens) - start
+        bound = self._prefill
+        if self._mixed_prefill and left <= chunk // 2:
+            bound = next((p for n, p in self._verify.items() if n >= left), self._verify[self.windows[-1]])
+        part = tokens[start : start + bound.input_ids.shape[1]]
+        row = len(part) - 1
+        self._run(bound, part, start, last_row=row)
+        end = start + len(part)
+        return end, bound.logits[0, min(row, bound.logits.shape[1] - 1)] if end == len(tokens) else None
 
     def step(self, token: int, length: int) -> Logits:
         """Commit nothing but ``token``'s KV at ``length``; return the logits ``[1, V]`` that follow it."""

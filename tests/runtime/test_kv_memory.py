@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvrelay import EngineError, MemoryBudgetError, Pipeline
+from kvrelay.drafts import draft_entry
 from kvrelay.kv import HandOver, KVCache, kv_bytes
 from kvrelay.ort.engine import OrtPass
 from rig import PROMPT, assert_same, decode_entry, plain, target_cache
@@ -143,15 +144,15 @@ def test_a_hand_over_copies_each_verified_entry_once_and_counts_its_bytes(
     variants_bundle: Path, draft: str, window: int
 ) -> None:
     pipe = Pipeline(variants_bundle, draft=draft, window=window, precision="fp32")
-    entry = pipe._lanes.draft_entry(draft)
+    entry = draft_entry(pipe._bundle, "fp32", draft)
     assert entry.kv_dtype == "float16"
     drafter: Any = pipe._lanes.free[0].drafters[draft]
     hand_over: HandOver = drafter._hand_over
     copied: list[tuple[int, int]] = []
     advance = hand_over.advance
 
-    def watched(length: int) -> None:
-        first = hand_over.length
+    def watched(length: int, slot: int = 0) -> None:
+        first = hand_over.lengths[0]
         advance(length)
         copied.append((first, length))
         for name, tensor in hand_over.destination.tensors.items():

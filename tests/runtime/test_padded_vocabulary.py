@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kvrelay import Pipeline
+from kvrelay.drafts import draft_entry
 from kvrelay.kv import KVCache
 from rig import PROMPT, SAMPLED, assert_same, engine_drafter, plain, with_drafter
 from tiny import cousin_of, target_model
@@ -54,7 +55,7 @@ def test_a_draft_with_other_padding_and_the_same_weights_is_always_right(
     variants_bundle: Path, settings: dict[str, Any]
 ) -> None:
     pipe = Pipeline(variants_bundle, draft="self", window=8)
-    with_drafter(pipe, engine_drafter(pipe, pipe._lanes.draft_entry("twin"), own_cache=True))
+    with_drafter(pipe, engine_drafter(pipe, draft_entry(pipe._bundle, pipe.precision, "twin"), own_cache=True))
     found = pipe.generate(PROMPT, max_new_tokens=120, ignore_eos=True, **settings)
     assert found.stats.acceptance is not None
     assert found.stats.acceptance > 0.97  # its cache is float16

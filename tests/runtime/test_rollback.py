@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kvrelay import Pipeline
 from kvrelay.drafters import EngineDrafter
+from kvrelay.drafts import draft_entry
 from kvrelay.engine import BoundPass
 from kvrelay.kv import KVCache
 from kvrelay.request import Request
@@ -129,7 +130,7 @@ def test_a_draft_with_its_own_cache_holds_a_fresh_prefill_after_any_acceptance(l
     wanted = plain(llama_bundle).generate(PROMPT, max_new_tokens=150, ignore_eos=True)
     right = [*PROMPT, *wanted.token_ids]
     pipe = Pipeline(llama_bundle, draft="self", window=8)
-    entry = decode_entry(pipe) if draft == "target" else pipe._lanes.draft_entry(draft)
+    entry = decode_entry(pipe) if draft == "target" else draft_entry(pipe._bundle, pipe.precision, draft)
     fresh = fresh_cache(pipe, right, entry)
     cache = KVCache(fresh.model, entry.kv_layers, entry.kv_dtype)
     lengths: list[int] = []

@@ -20,7 +20,7 @@ def output(llama_bundle: Path) -> Result:
 
 
 def with_eos(pipe: Pipeline, *ids: int) -> Pipeline:
-    pipe._eos_ids = frozenset(ids)
+    pipe._intake._eos_ids = frozenset(ids)
     return pipe
 
 
@@ -130,12 +130,12 @@ def test_of_two_stop_strings_the_one_earlier_in_the_text_wins(llama_bundle: Path
 def test_a_stop_string_that_is_part_of_a_token_cuts_the_token(llama_bundle: Path, output: Result) -> None:
     pipe = plain(llama_bundle)
     names = {i: f"<{i:x}>" for i in range(260)}
-    pipe._tokenizer = replace_decode(pipe, lambda ids: "".join(names[i] for i in ids))
+    pipe._intake.tokenizer = replace_decode(pipe, lambda ids: "".join(names[i] for i in ids))
     at = first_at(output, 10, 2)
     stop = names[output.token_ids[at]][1:]
     for window in (2, 8):
         drafting = scripted(llama_bundle, oracle([*PROMPT, *output.token_ids]), window)
-        drafting._tokenizer = pipe._tokenizer
+        drafting._intake.tokenizer = pipe._intake.tokenizer
         pieces, found, _ = read(drafting, ignore_eos=True, stop=[stop])
         assert_same(found, pipe.generate(PROMPT, max_new_tokens=60, ignore_eos=True, stop=[stop]))
         assert found.text == "".join(names[i] for i in output.token_ids[:at]) + "<"
@@ -146,7 +146,7 @@ def replace_decode(pipe: Pipeline, decode: Any) -> Any:
     """The pipeline's tokenizer with another decoder: tokens of several characters."""
 
     class Named:
-        encode = pipe._tokenizer.encode
+        encode = pipe._intake.tokenizer.encode
 
     named: Any = Named()
     named.decode = decode

@@ -200,4 +200,4 @@ def test_a_result_waits_for_the_end_of_the_stream_and_closing_keeps_the_text_of_
     next(closed)
     closed.close()
     assert closed.result.finish_reason == "cancelled"
-    assert closed.result.text == pipe._tokenizer.decode(closed.result.token_ids).rstrip("\ufffd")
+    assert closed.result.text == pipe._intake.tokenizer.decode(closed.result.token_ids).rstrip("\ufffd")

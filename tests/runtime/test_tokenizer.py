@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kvrelay import BundleError, Pipeline, PromptError
 from kvrelay.bundle import Bundle, open_bundle
+from kvrelay.drafts import draft_entry
 from kvrelay.tokenizer import Tokenizer, first_difference
 from rig import PROMPT, assert_same, engine_drafter, plain, with_drafter
 from tiny import byte_tokenizer
@@ -66,7 +67,7 @@ def test_an_empty_prompt_never_reaches_an_engine(llama_bundle: Path) -> None:
 @pytest.mark.parametrize("prompt", ["Good day", [{"role": "user", "content": "Good day"}], [5]])
 def test_draft_and_target_are_fed_the_same_ids(llama_bundle: Path, prompt: Any) -> None:
     pipe = Pipeline(llama_bundle, draft="self", window=4)
-    drafter = engine_drafter(pipe, pipe._lanes.draft_entry("cousin"), own_cache=True)
+    drafter = engine_drafter(pipe, draft_entry(pipe._bundle, pipe.precision, "cousin"), own_cache=True)
     with_drafter(pipe, drafter)
     fed: dict[int, int] = {}
     feed = drafter._feed
@@ -77,13 +78,13 @@ def test_draft_and_target_are_fed_the_same_ids(llama_bundle: Path, prompt: Any) 
 
     drafter._feed = watched  # type: ignore[method-assign]
     result = pipe.generate(prompt, max_new_tokens=3)
-    ids = pipe._tokenizer.encode(prompt)
+    ids = pipe._intake.tokenizer.encode(prompt)
     assert fed == dict(enumerate([*ids, result.token_ids[0]]))
     assert_same(result, plain(llama_bundle).generate(prompt, max_new_tokens=3))
 
 
 def test_a_chat_is_put_through_the_template(llama_bundle: Path) -> None:
-    encoder = plain(llama_bundle)._tokenizer
+    encoder = plain(llama_bundle)._intake.tokenizer
     ids = encoder.encode([{"role": "user", "content": "hi"}])
     assert ids == encoder.encode("<|user|>hi\n<|assistant|>")
     assert (ids[0], ids[-1]) == (2, 3)

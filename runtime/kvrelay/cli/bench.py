@@ -17,7 +17,7 @@ from rich.table import Table
 from ..errors import ParameterError
 from ..pipeline import Pipeline
 from . import options as o
-from .table import share
+from .table import output_console, share
 
 __all__ = ["bench", "load_prompts"]
 
@@ -110,7 +110,7 @@ def bench(
     if as_json:
         print(json.dumps({"precision": first.precision, "threads": first.threads, "rows": [asdict(r) for r in rows]}))
     else:
-        Console().print(_table(rows, f"{first.precision}, {first.threads} threads, medians of {rounds} rounds"))
+        output_console().print(_table(rows, f"{first.precision}, {first.threads} threads, medians of {rounds} rounds"))
 
 
 def _measure(

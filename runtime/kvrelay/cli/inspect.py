@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..bundle import open_bundle
 from ..errors import ParameterError
 from ..kv import kv_bytes
 from . import options as o
+from .table import output_console
 
 __all__ = ["inspect"]
 
@@ -31,9 +31,7 @@ def inspect(
     if as_json:
         print(json.dumps(manifest.model_dump(), indent=1))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160, soft_wrap=True)  # a pipe has no edge to fit
+    console = output_console()
     for model in manifest.models.values():
         entries = model.context if context is None else context
         if not 1 <= entries <= model.context:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.table import Table
 
 from ..pipeline import Result
 
-__all__ = ["share", "stats_table"]
+__all__ = ["output_console", "share", "stats_table"]
+
+
+def output_console() -> Console:
+    """Return a console on standard output; a pipe has no edge that tables must fit."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160, soft_wrap=True)
 
 
 def share(value: float | None, digits: int = 1) -> str:

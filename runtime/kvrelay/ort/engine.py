@@ -46,7 +46,7 @@ class OrtPass:
 
 
 class OrtEngine:
-    """A loaded engine (see :class:`kvrelay.engine.Engine`).
+    """A loaded engine (see :class:`kvrelay.engine.LoadedEngine`).
 
     Args:
         entry: its manifest entry.
@@ -87,12 +87,30 @@ class OrtEngine:
                     )
         return int(outputs[contract.LOGITS][2])
 
-    def bind(self, cache: KVCache, width: int, rows: int, *, slot: int = 0, batch: int = 1) -> OrtPass:
-        """Bind ``batch`` neighbouring slots from ``slot`` on at one width (see :class:`kvrelay.engine.Engine`)."""
+    def _logits(self, shape: tuple[int, int, int], memory: npt.NDArray[np.float32] | None) -> npt.NDArray[Any]:
+        size = int(np.prod(shape))
+        if memory is None:
+            return aligned_zeros(shape, np.float32)
+        if memory.size < size:
+            raise EngineError(f"engine {self.entry.name}: logits of {shape} do not fit into {memory.size} floats")
+        return memory[:size].reshape(shape)
+
+    def bind(
+        self,
+        cache: KVCache,
+        width: int,
+        rows: int,
+        *,
+        slot: int = 0,
+        batch: int = 1,
+        logits: npt.NDArray[np.float32] | None = None,
+    ) -> OrtPass:
+        """Bind ``batch`` neighbouring slots from ``slot`` on (see :class:`kvrelay.engine.LoadedEngine`)."""
         entry = self.entry
         fixed = (entry.batch, entry.sequence, entry.rows)
-        if entry.batch is not None and fixed != (batch, width, rows):
-            raise EngineError(f"engine {entry.name} has the fixed shape {fixed}, asked for {(batch, width, rows)}")
+        wanted = (batch, width, rows)
+        if any(size is not None and size != asked for size, asked in zip(fixed, wanted, strict=True)):
+            raise EngineError(f"engine {entry.name} has the fixed shape {fixed}, asked for {wanted}")
         if cache.dtype.name != entry.kv_dtype or not set(entry.kv_layers) <= set(cache.layers):
             raise EngineError(
                 f"engine {entry.name} wants a {entry.kv_dtype} cache of layers {entry.kv_layers}, "
@@ -104,7 +122,7 @@ class OrtEngine:
             contract.INPUT_IDS: aligned_zeros((batch, width), np.int64),
             contract.WRITE_INDEX: aligned_zeros((batch,), np.int64),
             contract.LOGIT_ROWS: aligned_zeros((batch, rows), np.int64),
-            contract.LOGITS: aligned_zeros((batch, rows, self._vocab), np.float32),
+            contract.LOGITS: self._logits((batch, rows, self._vocab), logits),
         }
         binding = self._session.io_binding()
         for name, array in arrays.items():
