@@ -20,26 +20,36 @@ from .errors import (
     PromptError,
     ThreadCountError,
 )
+from .faults import Faults
+from .intake import Result
 from .ort import use_threads
-from .pipeline import Pipeline, Result, Stream
+from .pipeline import Pipeline, Stream
+from .receipt import Receipt, read_receipt
 from .sampling import SamplingParams
-from .stats import Stats
+from .serving import Engine, Handle
+from .stats import EngineStats, Stats
 
 __all__ = [
     "BackendMissingError",
     "BundleError",
     "CacheDirectoryError",
+    "Engine",
     "EngineError",
+    "EngineStats",
     "ExactnessError",
+    "Faults",
+    "Handle",
     "KvrelayError",
     "MemoryBudgetError",
     "ParameterError",
     "Pipeline",
     "PromptError",
+    "Receipt",
     "Result",
     "SamplingParams",
     "Stats",
     "Stream",
     "ThreadCountError",
+    "read_receipt",
     "use_threads",
 ]

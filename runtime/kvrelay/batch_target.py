@@ -1,0 +1,261 @@
+"""The target's engines over many slots: which shapes may commit, what they cost, and one run of several rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .box import Box
+from .engine import BoundPass
+from .errors import EngineError, ExactnessError, ParameterError
+from .invariance import Shape, Verdict
+from .kv import KVCache
+from .manifest import EngineEntry
+from .target import Target
+
+if TYPE_CHECKING:
+    from .faults import Injector
+
+__all__ = ["BatchTarget", "Feed"]
+
+Logits = npt.NDArray[np.float32]
+
+# A window pass is compute-bound well before this many positions: wider ones cannot pay.
+_MOST_POSITIONS = 32
+_DRAFT_WIDTHS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one row of a pass is fed: tokens, behind which come pads, from KV entry ``start`` on."""
+
+    tokens: Sequence[int]
+    start: int
+
+
+class BatchTarget:
+    """Runs the target over neighbouring slots. Not thread-safe; the logits it returns are views.
+
+    Args:
+        box: the bundle on this box.
+        precision: of the target.
+        cache: the slots.
+        max_batch: most rows of a pass.
+        window: most tokens of a replayed window.
+        group: most windows of one replay.
+        drafting: window passes over the whole batch are needed.
+        injector: fails runs on purpose, when testing.
+
+    Raises:
+        ParameterError: the bundle has no verify engine of ``group`` windows of ``window`` tokens.
+    """
+
+    def __init__(
+        self,
+        box: Box,
+        precision: str,
+        cache: KVCache,
+        *,
+        max_batch: int,
+        window: int,
+        group: int,
+        drafting: bool,
+        injector: Injector,
+    ) -> None:
+        self.cache = cache
+        self.group = group
+        self.window = window
+        self._box = box
+        self._precision = precision
+        self._injector = injector
+        self._bound: dict[tuple[str, int], BoundPass] = {}
+        self._targets: dict[int, Target] = {}
+        bundle = box.bundle
+        (decode,) = bundle.engines(role="decode", precision=precision)
+        (prefill,) = bundle.engines(role="prefill", precision=precision)
+        steps = bundle.engines(role="step", precision=precision)
+        verify = bundle.engines(role="verify", precision=precision)
+        sizes = {(e.batch, e.sequence) for e in verify}
+        if (group, window) not in sizes:
+            has = ", ".join(f"{g}x{n}" for g, n in sorted(sizes))
+            raise ParameterError(f"group={group}, window={window}: this bundle has verify engines {has}")
+        self._prefill = box.shape(prefill)
+        shapes = [box.shape(e) for e in verify]
+        self._verify = [s for s in shapes if s.batch <= group and s.width <= window]
+        batches = range(1, max_batch + 1)
+        self._plain = {b: box.shape(decode, b) for b in batches}
+        self._steps = {b: [box.shape(e, b) for e in steps] + [box.shape(decode, b, 2)] for b in batches}
+        self._wide = {
+            b: [box.shape(decode, b, w, w) for w in _DRAFT_WIDTHS if b * w <= max(_MOST_POSITIONS, 2 * b)]
+            for b in batches
+            if drafting
+        }
+        dynamic = [s for b in batches for s in (self._plain[b], *self._steps[b], *self._wide.get(b, []))]
+        checked = [*self._verify, self._prefill, *dynamic]
+        self.verdicts = box.verdicts(precision, checked)
+        self._sizes = sorted({b for b in batches if b & (b - 1) == 0} | {max_batch})
+        timed = [s for s in dynamic if s.batch in self._sizes] + self._verify
+        self._ms = box.batch_ms(precision, timed)
+        most = max(s.batch * s.rows for s in checked)
+        self._memory = np.zeros(most * bundle.target.padded_vocab_size, np.float32)
+
+    # -- what may commit ----------------------------------------------------------------------------------------
+
+    def in_class(self, shape: Shape) -> bool:
+        """Whether ``shape`` lies in the verifier's shape class."""
+        return self.verdicts[shape.name].outside is None
+
+    @property
+    def main(self) -> Shape:
+        """The verify shape ``[group, window]``."""
+        return next(s for s in self._verify if (s.batch, s.width) == (self.group, self.window))
+
+    @property
+    def aligned(self) -> bool:
+        """Windows must begin at absolute multiples of the window: the place of a token in it matters here."""
+        return not (self.in_class(self.main) and self.in_class(self._prefill))
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """A prompt's beginning that another request left behind has the bits that it would get again."""
+        return not self.aligned
+
+    def require_determinism(self) -> None:
+        """Refuse deterministic requests where a row's result depends on other rows or on pads.
+
+        Raises:
+            ExactnessError: says what differed.
+        """
+        for shape in (self.main, self._prefill):
+            verdict: Verdict = self.verdicts[shape.name]
+            if verdict.outside is not None and verdict.unstable is not None:
+                raise ExactnessError(
+                    f"deterministic=True cannot be kept on this box: {shape.name} does not agree with itself "
+                    f"({verdict.unstable}); send the request without it, or export another precision"
+                )
+
+    def require_class_steps(self, max_batch: int) -> None:
+        """Refuse to decode inside the class where a batch size has no shape in it.
+
+        Raises:
+            ExactnessError: says for which batch, and what differed.
+        """
+        for batch in range(1, max_batch + 1):
+            if self.class_step(batch) is None:
+                why = "; ".join(f"{s.name}: {self.verdicts[s.name].outside}" for s in self._steps[batch])
+                raise ExactnessError(
+                    f"in_class=True cannot be kept on this box: no step of {batch} row(s) lies in the verifier's "
+                    f"shape class ({why}); leave in_class out"
+                )
+
+    def committing_engines(self) -> list[EngineEntry]:
+        """Return the engines that may commit deterministic requests."""
+        shapes = [self._prefill, *self.replay_shapes()]
+        shapes += [step for b in self._plain if (step := self.class_step(b)) is not None]
+        return list({s.engine.entry.name: s.engine.entry for s in shapes}.values())
+
+    def describe(self) -> str:
+        """Say how deterministic requests are committed."""
+        if self.aligned:
+            return f"replayed in {self.main.name}, windows aligned to multiples of {self.window}"
+        names = sorted({step.name for b in self._plain if (step := self.class_step(b)) is not None})
+        return f"committed in one shape class: {', '.join(names) or 'no step'}, or replayed in {self.main.name}"
+
+    def replay_shapes(self) -> list[Shape]:
+        """Verify shapes that may commit deterministic requests: one class, or where windows are aligned one shape."""
+        return [self.main] if self.aligned else [s for s in self._verify if self.in_class(s)]
+
+    def class_step(self, batch: int) -> Shape | None:
+        """Return the cheapest shape of one new token a row inside the class, None if there is none."""
+        if self.aligned:
+            return None
+        choices = [self._plain[batch], *self._steps[batch]]
+        if batch == 1:
+            choices += [s for s in self._verify if s.batch == 1]
+        choices = [s for s in choices if self.in_class(s)]
+        return min(choices, key=self.ms, default=None)
+
+    def plain_step(self, batch: int) -> Shape:
+        """Return the shape of one new token a row in the decode engine."""
+        return self._plain[batch]
+
+    def wide_steps(self, batch: int, *, in_class: bool) -> list[Shape]:
+        """Return the shapes that verify drafts of all rows at once."""
+        return [s for s in self._wide.get(batch, []) if not in_class or self.in_class(s)]
+
+    # -- costs --------------------------------------------------------------------------------------------------
+
+    def ms(self, shape: Shape) -> float:
+        """Stored milliseconds of one run; between measured batch sizes on a straight line."""
+
+        def at(batch: int) -> float | None:
+            return self._ms.get(Shape(shape.engine, batch, shape.width, shape.rows).name)
+
+        exact = at(shape.batch)
+        if exact is not None:
+            return exact
+        below = max(b for b in self._sizes if b < shape.batch)
+        above = min(b for b in self._sizes if b > shape.batch)
+        low, high = at(below), at(above)
+        if low is None or high is None:  # the larger batch is over the limit of positions
+            return (low or 0.0) / below * shape.batch
+        return low + (high - low) * (shape.batch - below) / (above - below)
+
+    def step_costs(self, entry: EngineEntry) -> Callable[[int], float]:
+        """Return the stored milliseconds of a draft engine's step by batch size, measured on first use."""
+        self._ms |= self._box.batch_ms(self._precision, [self._box.shape(entry, b) for b in self._sizes])
+        return lambda batch: self.ms(self._box.shape(entry, batch))
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def target(self, slot: int) -> Target:
+        """Return the engines that process a prompt in ``slot``, bound to it."""
+        if slot not in self._targets:
+            singles = [s for s in self.replay_shapes() if s.batch == 1] if not self.aligned else []
+            verify = {s.width: self._bind(s, slot) for s in singles}
+            prefill = self._bind(self._prefill, slot)
+            self._targets[slot] = Target(self.cache, verify, prefill, prefill, mixed_prefill=bool(verify))
+        return self._targets[slot]
+
+    def run(self, shape: Shape, slot: int, feeds: Sequence[Feed]) -> Logits:
+        """Run ``shape`` over the slots from ``slot`` on.
+
+        Returns:
+            logits ``[B, R, V]``; where R is 1, those of each row's last token.
+
+        Raises:
+            EngineError: the run failed; entries behind each row's start are then zeroed.
+            MemoryError: there was no memory for pads.
+        """
+        bound = self._bind(shape, slot)
+        if any(len(feed.tokens) < shape.width for feed in feeds) and shape.engine.entry.role == "verify":
+            self._injector.before_pads()
+        for row, feed in enumerate(feeds):
+            real = len(feed.tokens)
+            if feed.start + shape.width > self.cache.model.capacity:
+                raise EngineError(f"a pass of {shape.width} at {feed.start} leaves {self.cache.model.capacity} entries")
+            bound.input_ids[row, :real] = feed.tokens
+            bound.input_ids[row, real:] = feed.tokens[-1]  # pads, beyond the length
+            bound.write_index[row] = feed.start
+            bound.logit_rows[row] = np.arange(shape.rows) if shape.rows > 1 else real - 1
+        try:
+            self._injector.before_run(shape.engine.entry.name)
+            bound.run()
+        except EngineError:
+            for row, feed in enumerate(feeds):
+                # One more: the step engine's attention writes a pad behind its token.
+                self.cache.clear(slot + row, feed.start, feed.start + shape.width + 1)
+            raise
+        return bound.logits
+
+    def _bind(self, shape: Shape, slot: int) -> BoundPass:
+        key = (shape.name, slot)
+        if key not in self._bound:
+            self._bound[key] = shape.engine.bind(
+                self.cache, shape.width, shape.rows, slot=slot, batch=shape.batch, logits=self._memory
+            )
+        return self._bound[key]

@@ -1,0 +1,123 @@
+"""Receipts: what a deterministic output depended on, in a form that it can be made again from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .boxcache import cpu_identity, cpu_name
+from .bundle import Bundle, file_sha256
+from .errors import ParameterError
+from .manifest import EngineEntry
+from .ort.library import onnxruntime
+from .request import Request
+
+__all__ = ["Conditions", "Receipt", "conditions_of", "output_digest", "read_receipt", "receipt_of"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Conditions(_Strict):
+    """What the bits of an output depend on besides the request."""
+
+    kvrelay: str
+    backend: str  # library and version
+    provider: str
+    device: str  # the CPU's name
+    device_id: str  # digest of its model and instruction sets
+    threads: int
+    manifest_sha256: str
+    precision: str
+    engines: dict[str, str]  # SHA-256 of each engine that may have committed, by name
+    windows: str  # "sliding", or "aligned to N": windows then begin at absolute multiples of N
+
+    def differences(self, other: Conditions) -> dict[str, tuple[Any, Any]]:
+        """Return the fields that differ, with both values."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+class Receipt(_Strict):
+    """One deterministic output: what it was made from and under, and its digest."""
+
+    schema_version: Literal[1] = 1
+    bundle: str  # folder
+    conditions: Conditions
+    group: int
+    window: int
+    prompt_ids: list[int]
+    options: dict[str, Any]  # as for Engine.submit
+    finish_reason: str
+    tokens: int
+    digest: str  # SHA-256 over ids and scores, bit for bit
+
+    def save(self, path: Path) -> None:
+        """Write the receipt as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def read_receipt(path: Path) -> Receipt:
+    """Read a receipt.
+
+    Raises:
+        ParameterError: the file cannot be read, or is no receipt.
+    """
+    try:
+        return Receipt.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise ParameterError(f"{path} is not a receipt of this version, at {where}: {first['msg']}") from None
+
+
+def output_digest(token_ids: list[int], scores: list[float]) -> str:
+    """Return the digest of an output: int64 ids and float64 scores, little-endian."""
+    count = len(token_ids)
+    return hashlib.sha256(struct.pack(f"<{count}q{count}d", *token_ids, *scores)).hexdigest()
+
+
+def conditions_of(bundle: Bundle, precision: str, threads: int, engines: list[EngineEntry], windows: str) -> Conditions:
+    """Return the conditions on this box."""
+    return Conditions(
+        kvrelay=version("kvrelay"),
+        backend=f"onnxruntime {onnxruntime().__version__}",
+        provider="CPUExecutionProvider",
+        device=cpu_name(),
+        device_id=cpu_identity(),
+        threads=threads,
+        manifest_sha256=file_sha256(bundle.path / "manifest.json"),
+        precision=precision,
+        engines={e.name: e.file.sha256 for e in sorted(engines, key=lambda e: e.name)},
+        windows=windows,
+    )
+
+
+def receipt_of(
+    request: Request, *, bundle: Bundle, conditions: Conditions, group: int, window: int, options: dict[str, Any]
+) -> Receipt:
+    """Return the receipt of a request that has ended."""
+    return Receipt(
+        bundle=str(bundle.path.resolve()),
+        conditions=conditions,
+        group=group,
+        window=window,
+        prompt_ids=request.tokens[: request.prompt_tokens],
+        options=json.loads(json.dumps(options)),
+        finish_reason=request.finish_reason or "",
+        tokens=len(request.output),
+        digest=output_digest(request.output, request.scores),
+    )

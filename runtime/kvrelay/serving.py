@@ -1,0 +1,304 @@
+"""The Python API for many requests at once: dynamic batching, with bit-identical output for those that ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from .batch_drafting import BatchDrafter, BatchEngineDrafter, BatchLookup, Drafting
+from .batch_target import BatchTarget
+from .box import Box
+from .bundle import open_bundle
+from .drafts import acceptance_prior, draft_entry, draft_names
+from .errors import ParameterError
+from .faults import Faults, Injector
+from .intake import Intake, Result, check_flag, is_whole, one_of, result_of
+from .kv import HandOver, KVCache, kv_bytes
+from .receipt import Receipt, conditions_of, receipt_of
+from .request import Request
+from .scheduler import Scheduler
+from .slots import Row, Slots
+from .stats import EngineStats
+from .tokenizer import Prompt
+
+__all__ = ["Engine", "Handle"]
+
+
+class Handle:
+    """One request in an engine. Any thread may use it."""
+
+    def __init__(self, request: Request, wake: Callable[[], None], receipt: Callable[[], Receipt] | None) -> None:
+        self._request = request
+        self._wake = wake
+        self._make_receipt = receipt
+        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._result: Result | None = None
+
+    def stream(self) -> Iterator[str]:
+        """Yield text as it is committed, to the end; each piece is given once.
+
+        Raises:
+            KvrelayError: the request failed.
+        """
+        while (piece := self._pieces.get()) is not None:
+            yield piece
+        self._pieces.put(None)  # for whoever comes next
+        if self._error is not None:
+            raise self._error
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end and return the generation; a cancelled one has what was committed before.
+
+        Args:
+            timeout: seconds to wait, None for as long as it takes.
+
+        Raises:
+            KvrelayError: the request failed.
+            TimeoutError: it has not ended yet.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the request has not ended after {timeout} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def cancel(self) -> None:
+        """End the request after the pass at hand. A request that has ended stays as it is."""
+        self._request.cancelled.set()
+        self._wake()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._done.is_set()
+
+    def _push(self, text: str) -> None:
+        self._pieces.put(text)
+
+    def _end(self, text: str, error: Exception | None) -> None:
+        self._error = error
+        if error is None:
+            receipt = self._make_receipt() if self._make_receipt is not None else None
+            self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
+        if text:
+            self._pieces.put(text)
+        self._pieces.put(None)
+        self._done.set()
+
+
+class Engine:
+    """Serves many requests from one bundle under dynamic batching. Thread-safe; close it, or use it in ``with``.
+
+    Requests join and leave at any step, are admitted in the order in which they came, and share one pass over the
+    target for each token. A request marked ``deterministic`` gets bit-identical ids and scores whatever else is
+    served: only passes that the invariance check found to agree bit for bit on this box commit its tokens and KV.
+
+    Args:
+        bundle: the bundle's folder.
+        max_batch: most requests at once; their KV memory is allocated up front.
+        precision: of the target; None for the bundle's first.
+        threads: thread count of the process; None for the count in force.
+        draft: "none", "auto", or another draft of the bundle; used where stored costs say that it pays for the batch.
+        window: most tokens of a replayed window; the bundle needs a verify engine ``[group, window]``.
+        group: most windows of one replay.
+        in_class: deterministic requests decode with the batch in a shape of the verifier's class (True, refused where
+            there is none), are replayed window by window (False), or whichever costs less now (None).
+        faults: faults to inject, for testing.
+        progress: told what takes long on first use.
+
+    Raises:
+        KvrelayError: the bundle, a parameter or the box does not allow it; the message says which and what would.
+    """
+
+    def __init__(
+        self,
+        bundle: str | PathLike[str],
+        *,
+        max_batch: int = 8,
+        precision: str | None = None,
+        threads: int | None = None,
+        draft: str = "none",
+        window: int = 16,
+        group: int = 4,
+        in_class: bool | None = None,
+        faults: Faults | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("window", window), ("group", group)):
+            if not is_whole(value) or value < 1:
+                raise ParameterError(f"{name}={value!r}: a whole number of at least 1")
+        if in_class is not None:
+            check_flag("in_class", in_class)
+        self._bundle = open_bundle(bundle)
+        self.precision = one_of("precision", precision, self._bundle.precisions())
+        self.max_batch, self.window, self.group = int(max_batch), int(window), int(group)
+        self.drafts = draft_names(self._bundle, self.precision)
+        if draft != "auto" and draft not in self.drafts:
+            raise ParameterError(f"draft={draft!r}: this bundle has auto, {', '.join(self.drafts)}")
+        self.draft = draft
+        self._intake = Intake(self._bundle)
+        box = Box(self._bundle, threads, progress)
+        self.threads = box.threads
+        model = self._bundle.target
+        injector = Injector(faults or Faults(), model.vocab_size)
+        cache = KVCache(model, range(model.layers), slots=max(self.max_batch, self.group))
+        self.kv_bytes = cache.bytes
+        self._target = BatchTarget(
+            box,
+            self.precision,
+            cache,
+            max_batch=self.max_batch,
+            window=self.window,
+            group=self.group,
+            drafting=draft != "none",
+            injector=injector,
+        )
+        if in_class:
+            self._target.require_class_steps(self.max_batch)
+        drafters = [self._drafter(name, box, cache) for name in self._wanted_drafts()]
+        drafting = Drafting(drafters, partial(acceptance_prior, self._bundle, self.precision))
+        slots = Slots(self.max_batch, _swapper([cache.swap, *(d.swap for d in drafters)]))
+        self._conditions = conditions_of(
+            self._bundle,
+            self.precision,
+            self.threads,
+            self._target.committing_engines(),
+            f"aligned to {self.window}" if self._target.aligned else "sliding",
+        )
+        self._scheduler = Scheduler(self._target, slots, drafting, injector, in_class=in_class)
+        # Also when the engine is dropped without close(), and before the interpreter ends.
+        self._closer = weakref.finalize(self, self._scheduler.close)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        deterministic: bool = False,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Handle:
+        """Queue a request and return its handle at once.
+
+        Args:
+            prompt: text (taken as it is), chat messages (put through the chat template), or token ids.
+            deterministic: ids and scores do not depend, bit for bit, on what else is served; the result has a receipt.
+            max_new_tokens: this and the rest: see :meth:`kvrelay.Pipeline.stream`.
+            temperature: see there.
+            top_k: see there.
+            top_p: see there.
+            min_p: see there.
+            repetition_penalty: see there.
+            frequency_penalty: see there.
+            presence_penalty: see there.
+            seed: see there.
+            stop: see there.
+            ignore_eos: see there.
+
+        Raises:
+            ParameterError: a parameter is out of range.
+            PromptError: the prompt is empty, or does not fit the context.
+            ExactnessError: ``deterministic`` cannot be kept on this box; says what differed.
+            EngineError: the engine is closed.
+        """
+        check_flag("deterministic", deterministic)
+        if deterministic:
+            self._target.require_determinism()
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+            "stop": stop,
+            "ignore_eos": ignore_eos,
+        }
+        request = self._intake.request(prompt, seed=seed, **options)
+        model = self._bundle.target
+        request.stats.kv_bytes = kv_bytes(model, model.layers, 4, model.capacity)
+        receipt = None
+        if deterministic:
+            request.stats.policy = self._target.describe()
+            receipt = partial(self._receipt_of, request, options)
+        handle = Handle(request, self._scheduler.wake, receipt)
+        self._scheduler.submit(Row(request, bool(deterministic), handle))
+        return handle
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the batch did so far."""
+        return dataclasses.replace(self._scheduler.stats)
+
+    def close(self) -> None:
+        """End every request that has not ended, as cancelled, and give the memory back."""
+        self._closer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _receipt_of(self, request: Request, options: dict[str, Any]) -> Receipt:
+        stop = options["stop"]
+        plain = {**dataclasses.asdict(request.sampler.params), "seed": request.sampler.seed}
+        plain |= {
+            "max_new_tokens": int(options["max_new_tokens"]),
+            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "ignore_eos": bool(options["ignore_eos"]),
+        }
+        return receipt_of(
+            request,
+            bundle=self._bundle,
+            conditions=self._conditions,
+            group=self.group,
+            window=self.window,
+            options=plain,
+        )
+
+    def _wanted_drafts(self) -> list[str]:
+        if self.draft == "auto":
+            return [name for name in self.drafts if name not in ("none", "self")]
+        return [] if self.draft == "none" else [self.draft]
+
+    def _drafter(self, name: str, box: Box, cache: KVCache) -> BatchDrafter:
+        if name == "ngram":
+            return BatchLookup()
+        entry = draft_entry(self._bundle, self.precision, name)
+        model = self._bundle.manifest.models[entry.model]
+        own_model = entry.model != self._bundle.manifest.target
+        hand_over = None
+        own = cache
+        if own_model or entry.kv_dtype != cache.dtype.name:
+            own = KVCache(model, entry.kv_layers, entry.kv_dtype, cache.slots)
+            self.kv_bytes += own.bytes
+            hand_over = None if own_model else HandOver(cache, own)
+        ms = self._target.step_costs(entry)
+        return BatchEngineDrafter(name, box.engine(entry), own, ms, own_model=own_model, hand_over=hand_over)
+
+
+def _swapper(swaps: Sequence[Callable[[int, int, int], int]]) -> Callable[[int, int, int], int]:
+    def swap(a: int, b: int, length: int) -> int:
+        return sum(one(a, b, length) for one in swaps)
+
+    return swap
