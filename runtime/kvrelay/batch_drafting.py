@@ -11,9 +11,9 @@ import numpy as np
 from .drafters import NgramDrafter
 from .engine import BoundPass, LoadedEngine
 from .errors import EngineError
-from .invariance import Shape
 from .kv import HandOver, KVCache
 from .policy import MARGIN, Acceptance, Kind, expected_tokens
+from .shapes import Shape
 from .slots import Row
 
 __all__ = ["BatchDrafter", "BatchEngineDrafter", "BatchLookup", "Drafting"]
@@ -156,31 +156,38 @@ class BatchEngineDrafter:
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
         """Draft up to ``counts`` candidates for each row, fewer after one that would end it."""
         runs, spent = self._runs_and_seconds()
-        for row in rows:
-            if self._hand_over is not None:
-                copied = self._hand_over.bytes
-                self._hand_over.advance(row.request.kv_length, row.slot)
-                row.request.stats.kv_bytes_copied += self._hand_over.bytes - copied
-            if self._own_model:
-                self._catch_up(row)
         drafted: list[list[int]] = [[] for _ in rows]
         try:
+            for row, count in zip(rows, counts, strict=True):
+                self._bring_up(row, count)
             for turn in range(max(counts)):
                 self._draft_one(rows, counts, drafted, turn)
         except EngineError:
             for row in rows:
-                self._cache.clear(row.slot, row.fed)  # what the failed pass wrote is unknown
+                # What the failed pass wrote is unknown; a pair begins one entry earlier.
+                self._fed[row] = min(self._fed[row], max(row.fed - 1, 0))
+                self._cache.clear(row.slot, self._fed[row] if self._own_model else row.fed)
             raise
         finally:
             for row, mine in zip(rows, drafted, strict=True):
                 for token in mine:
                     row.request.sampler.forget(token)
         after = self._runs_and_seconds()
-        for row, mine in zip(rows, drafted, strict=True):
-            self._fed[row] = row.fed + len(mine)  # the last candidate was never fed
+        for row, count, mine in zip(rows, counts, drafted, strict=True):
+            if count:  # other rows rode along: what was fed for them is not what they will commit
+                self._fed[row] = row.fed + len(mine)  # the last candidate was never fed
             row.request.stats.draft_runs += after[0] - runs
             row.request.stats.draft_seconds += after[1] - spent
         return drafted
+
+    def _bring_up(self, row: Row, count: int) -> None:
+        """Give a row's cache the committed entries that it lacks."""
+        if self._hand_over is not None:
+            copied = self._hand_over.bytes
+            self._hand_over.advance(row.request.kv_length, row.slot)
+            row.request.stats.kv_bytes_copied += self._hand_over.bytes - copied
+        if self._own_model and count:
+            self._catch_up(row)
 
     def _draft_one(self, rows: Sequence[Row], counts: Sequence[int], drafted: list[list[int]], turn: int) -> None:
         """Add a candidate to each row that wants one more and has not drafted its end."""
@@ -270,6 +277,7 @@ class Drafting:
         """Forget a row."""
         self._acceptance.pop(row, None)
         self._looked_up.pop(row, None)
+        self._used.pop(row, None)
         for drafter in self._drafters:
             drafter.end(row)
 
@@ -320,7 +328,8 @@ class Drafting:
                     continue
                 drafting = 0.0 if any(p.known for p in found) else max(counts) * drafter.ms(len(rows))
                 tokens = sum(
-                    expected_tokens(self._acceptance[row].of(proposal.kind), count)
+                    # A row without candidates has no kind either: a lookup that never matched has no grade.
+                    expected_tokens(self._acceptance[row].of(proposal.kind), count) if count else 1.0
                     for row, proposal, count in zip(rows, found, counts, strict=True)
                 )
                 rate = tokens / (drafting + ms(shape))

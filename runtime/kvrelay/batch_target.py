@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy.typing as npt
 from .box import Box
 from .engine import BoundPass
 from .errors import EngineError, ExactnessError, ParameterError
-from .invariance import Shape, Verdict
+from .invariance import windows_refusal
 from .kv import KVCache
 from .manifest import EngineEntry
+from .shapes import Shape, target_shapes
 from .target import Target
 
 if TYPE_CHECKING:
@@ -75,32 +76,29 @@ class BatchTarget:
         self._bound: dict[tuple[str, int], BoundPass] = {}
         self._targets: dict[int, Target] = {}
         bundle = box.bundle
-        (decode,) = bundle.engines(role="decode", precision=precision)
-        (prefill,) = bundle.engines(role="prefill", precision=precision)
-        steps = bundle.engines(role="step", precision=precision)
         verify = bundle.engines(role="verify", precision=precision)
         sizes = {(e.batch, e.sequence) for e in verify}
         if (group, window) not in sizes:
             has = ", ".join(f"{g}x{n}" for g, n in sorted(sizes))
             raise ParameterError(f"group={group}, window={window}: this bundle has verify engines {has}")
-        self._prefill = box.shape(prefill)
-        shapes = [box.shape(e) for e in verify]
-        self._verify = [s for s in shapes if s.batch <= group and s.width <= window]
+        (decode,) = bundle.engines(role="decode", precision=precision)
+        every = target_shapes(box, precision, max_batch)
+        self._prefill = every.prefill
+        self._verify = [s for s in every.verify if s.batch <= group and s.width <= window]
+        self._shapes = replace(every, verify=self._verify)
         batches = range(1, max_batch + 1)
-        self._plain = {b: box.shape(decode, b) for b in batches}
-        self._steps = {b: [box.shape(e, b) for e in steps] + [box.shape(decode, b, 2)] for b in batches}
         self._wide = {
             b: [box.shape(decode, b, w, w) for w in _DRAFT_WIDTHS if b * w <= max(_MOST_POSITIONS, 2 * b)]
             for b in batches
             if drafting
         }
-        dynamic = [s for b in batches for s in (self._plain[b], *self._steps[b], *self._wide.get(b, []))]
-        checked = [*self._verify, self._prefill, *dynamic]
-        self.verdicts = box.verdicts(precision, checked)
+        dynamic = [*every.dynamic, *(s for wide in self._wide.values() for s in wide)]
+        self._checked = [*self._verify, self._prefill, *dynamic]
+        self.verdicts = box.verdicts(precision, self._checked)
         self._sizes = sorted({b for b in batches if b & (b - 1) == 0} | {max_batch})
         timed = [s for s in dynamic if s.batch in self._sizes] + self._verify
         self._ms = box.batch_ms(precision, timed)
-        most = max(s.batch * s.rows for s in checked)
+        most = max(s.batch * s.rows for s in self._checked)
         self._memory = np.zeros(most * bundle.target.padded_vocab_size, np.float32)
 
     # -- what may commit ----------------------------------------------------------------------------------------
@@ -130,13 +128,12 @@ class BatchTarget:
         Raises:
             ExactnessError: says what differed.
         """
-        for shape in (self.main, self._prefill):
-            verdict: Verdict = self.verdicts[shape.name]
-            if verdict.outside is not None and verdict.unstable is not None:
-                raise ExactnessError(
-                    f"deterministic=True cannot be kept on this box: {shape.name} does not agree with itself "
-                    f"({verdict.unstable}); send the request without it, or export another precision"
-                )
+        refusal = windows_refusal(self.verdicts, (self.main, self._prefill))
+        if refusal is not None:
+            raise ExactnessError(
+                f"deterministic=True cannot be kept on this box: {refusal}; send the request without it, or export "
+                "another precision"
+            )
 
     def require_class_steps(self, max_batch: int) -> None:
         """Refuse to decode inside the class where a batch size has no shape in it.
@@ -146,23 +143,22 @@ class BatchTarget:
         """
         for batch in range(1, max_batch + 1):
             if self.class_step(batch) is None:
-                why = "; ".join(f"{s.name}: {self.verdicts[s.name].outside}" for s in self._steps[batch])
+                why = "; ".join(f"{s.name}: {self.verdicts[s.name].outside}" for s in self._shapes.steps[batch])
                 raise ExactnessError(
                     f"in_class=True cannot be kept on this box: no step of {batch} row(s) lies in the verifier's "
                     f"shape class ({why}); leave in_class out"
                 )
 
     def committing_engines(self) -> list[EngineEntry]:
-        """Return the engines that may commit deterministic requests."""
-        shapes = [self._prefill, *self.replay_shapes()]
-        shapes += [step for b in self._plain if (step := self.class_step(b)) is not None]
+        """Return the engines that may commit deterministic requests, whichever cost least at the moment."""
+        shapes = [self._prefill, self.main] if self.aligned else [s for s in self._checked if self.in_class(s)]
         return list({s.engine.entry.name: s.engine.entry for s in shapes}.values())
 
     def describe(self) -> str:
         """Say how deterministic requests are committed."""
         if self.aligned:
             return f"replayed in {self.main.name}, windows aligned to multiples of {self.window}"
-        names = sorted({step.name for b in self._plain if (step := self.class_step(b)) is not None})
+        names = sorted({step.name for b in self._shapes.plain if (step := self.class_step(b)) is not None})
         return f"committed in one shape class: {', '.join(names) or 'no step'}, or replayed in {self.main.name}"
 
     def replay_shapes(self) -> list[Shape]:
@@ -173,15 +169,12 @@ class BatchTarget:
         """Return the cheapest shape of one new token a row inside the class, None if there is none."""
         if self.aligned:
             return None
-        choices = [self._plain[batch], *self._steps[batch]]
-        if batch == 1:
-            choices += [s for s in self._verify if s.batch == 1]
-        choices = [s for s in choices if self.in_class(s)]
+        choices = [s for s in self._shapes.single_steps(batch) if self.in_class(s)]
         return min(choices, key=self.ms, default=None)
 
     def plain_step(self, batch: int) -> Shape:
         """Return the shape of one new token a row in the decode engine."""
-        return self._plain[batch]
+        return self._shapes.plain[batch]
 
     def wide_steps(self, batch: int, *, in_class: bool) -> list[Shape]:
         """Return the shapes that verify drafts of all rows at once."""

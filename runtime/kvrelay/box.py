@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
-from .boxcache import cache_directory, cpu_identity, lock, publish_json, read_json
+from .boxcache import cache_directory
 from .bundle import Bundle
 from .costs import Pattern, measure
 from .engine import BoundPass, LoadedEngine
 from .errors import EngineError, ExactnessError
-from .invariance import Shape, Verdict, check_shapes, shape_name
+from .findings import Findings
+from .invariance import Verdict, check_shapes
 from .kv import KVCache
 from .manifest import EngineEntry
 from .ort import OrtEngine, use_threads
-from .ort.library import onnxruntime
 from .ort.prepared import prepare
+from .shapes import Shape, shape_name
 
-__all__ = ["Box", "Facts", "exact_windows"]
+__all__ = ["Box", "Facts", "exact_refusal", "exact_windows"]
 
 Progress = Callable[[str], None]
-_T = TypeVar("_T")
 _STEP_WIDTHS = (1, 2, 4)
 
 _loaded: WeakValueDictionary[tuple[str, str], OrtEngine] = WeakValueDictionary()
@@ -63,6 +62,7 @@ class Box:
         self.threads = use_threads(threads)
         self._progress = progress
         self._cache: Path = cache_directory(bundle.path)
+        self.findings = Findings(self._cache, self.threads)
         self._engines: dict[str, OrtEngine] = {}
 
     def engine(self, entry: EngineEntry) -> LoadedEngine:
@@ -113,7 +113,7 @@ class Box:
                 draft_width={n: int(w) for n, w in stored["draft_width"].items()},
             )
 
-        return self._stored("costs", precision, missing, read)
+        return self.findings.completed("costs", precision, missing, read)
 
     def shape(self, entry: EngineEntry, batch: int = 1, width: int = 1, rows: int = 1) -> Shape:
         """Return a shape of ``entry``; one with fixed axes has its own."""
@@ -122,8 +122,18 @@ class Box:
             batch, width, rows = fixed[0], fixed[1], fixed[2]
         return Shape(self.engine(entry), batch, width, rows)
 
-    def verdicts(self, precision: str, shapes: Sequence[Shape]) -> dict[str, Verdict]:
+    def reference(self, precision: str) -> Shape:
+        """Return the shape that the invariance check compares with: the widest verify shape of one row."""
+        singles = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
+        return self.shape(max(singles, key=lambda e: e.sequence or 0))
+
+    def verdicts(self, precision: str, shapes: Sequence[Shape], *, again: bool = False) -> dict[str, Verdict]:
         """Return the invariance check's verdicts by shape name; shapes without a stored one are checked.
+
+        Args:
+            precision: of the target.
+            shapes: what to check.
+            again: check those with a stored verdict too.
 
         Raises:
             EngineError: an engine gives values that cannot be compared.
@@ -131,19 +141,18 @@ class Box:
         """
 
         def missing(stored: dict[str, Any]) -> dict[str, Any]:
-            new = [s for s in shapes if s.name not in stored]
+            new = [s for s in shapes if again or s.name not in stored]
             if not new:
                 return {}
-            self._progress(f"first use on this box: checking {len(new)} shapes of the {precision} engines bit for bit")
-            singles = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
-            reference = self.shape(max(singles, key=lambda e: e.sequence or 0))
-            found = check_shapes(self.bundle.target, new, reference, self._progress)
+            when = "" if again else "first use on this box: "
+            self._progress(f"{when}checking {len(new)} shapes of the {precision} engines bit for bit")
+            found = check_shapes(self.bundle.target, new, self.reference(precision), self._progress)
             return {name: asdict(verdict) for name, verdict in found.items()}
 
         def read(stored: dict[str, Any]) -> dict[str, Verdict]:
             return {s.name: Verdict(**stored[s.name]) for s in shapes}
 
-        return self._stored("shapes", precision, missing, read)
+        return self.findings.completed("shapes", precision, missing, read)
 
     def batch_ms(self, precision: str, shapes: Sequence[Shape]) -> dict[str, float]:
         """Return the milliseconds of one run by shape name; shapes without a stored figure are measured."""
@@ -169,35 +178,7 @@ class Box:
         def read(stored: dict[str, Any]) -> dict[str, float]:
             return {s.name: float(stored[s.name]) for s in shapes}
 
-        return self._stored("batch-costs", precision, missing, read)
-
-    def _stored(
-        self,
-        kind: str,
-        precision: str,
-        missing: Callable[[dict[str, Any]], dict[str, Any]],
-        read: Callable[[dict[str, Any]], _T],
-    ) -> _T:
-        """Read what is stored under ``kind``, after adding what ``missing`` finds that it lacks."""
-        facts = (onnxruntime().__version__, cpu_identity(), str(self.threads))
-        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-        file = self._cache / f"{kind}-{precision}-{key}.json"
-
-        def attempt(stored: dict[str, Any]) -> _T:
-            found = missing(stored)
-            result = read({**stored, **found})
-            if found:
-                publish_json(file, {**stored, **found})
-            return result
-
-        with lock(self._cache):  # one process measures, the others find its figures
-            stored = read_json(file)
-            try:
-                return attempt(stored or {})
-            except (KeyError, TypeError, ValueError, AttributeError):
-                if not stored:
-                    raise
-                return attempt({})  # the file was damaged: measure again
+        return self.findings.completed("batch-costs", precision, missing, read)
 
     def _measure_costs(
         self, verify: list[EngineEntry], decode: EngineEntry, steps: list[EngineEntry], drafts: list[EngineEntry]
@@ -238,18 +219,21 @@ class Box:
         }
 
 
+def exact_refusal(outside: Mapping[str, str | None], verify: list[EngineEntry]) -> str | None:
+    """Return why `exact` cannot be kept with these verify engines of one row, None if it can."""
+    widest = max(verify, key=lambda e: e.sequence or 0)
+    reason = outside[shape_name(widest.name, 1, widest.sequence or 1)]
+    return None if reason is None else f"{widest.name} does not agree with itself ({reason})"
+
+
 def exact_windows(facts: Facts, verify: list[EngineEntry]) -> list[EngineEntry]:
     """Return the verify engines that may commit when exact.
 
     Raises:
-        ExactnessError: fewer than one engine keeps the promise on this box; says what differed.
+        ExactnessError: the widest does not keep the promise on this box; says what differed.
     """
-    kept = [e for e in verify if facts.in_class(e)]
-    widest = max(verify, key=lambda e: e.sequence or 0)
-    if widest not in kept:
-        reason = facts.outside[shape_name(widest.name, 1, widest.sequence or 1)]
+    if (refusal := exact_refusal(facts.outside, verify)) is not None:
         raise ExactnessError(
-            f"exact=True cannot be kept on this box: {widest.name} does not agree with itself ({reason}); "
-            "use exact=False, or export another precision"
+            f"exact=True cannot be kept on this box: {refusal}; use exact=False, or export another precision"
         )
-    return kept
+    return [e for e in verify if facts.in_class(e)]

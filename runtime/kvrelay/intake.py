@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,7 +72,7 @@ class Intake:
             seed = secrets.randbits(63)
         elif not is_whole(seed) or not 0 <= seed < 2**64:
             raise ParameterError(f"seed={seed!r}: a whole number, 0 to 2**64 - 1, or None")
-        if not isinstance(stop, Iterable):
+        if not isinstance(stop, Iterable) or isinstance(stop, Mapping):
             raise ParameterError(f"stop={stop!r}: a string or a list of strings, () for none")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not isinstance(s, str) or not s for s in stops):

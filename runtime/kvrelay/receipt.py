@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .boxcache import cpu_identity, cpu_name
 from .bundle import Bundle, file_sha256
@@ -17,8 +17,12 @@ from .errors import ParameterError
 from .manifest import EngineEntry
 from .ort.library import onnxruntime
 from .request import Request
+from .sampling import SamplingParams
 
 __all__ = ["Conditions", "Receipt", "conditions_of", "output_digest", "read_receipt", "receipt_of"]
+
+
+_OPTIONS = {*SamplingParams.__slots__, "seed", "max_new_tokens", "stop", "ignore_eos"}
 
 
 class _Strict(BaseModel):
@@ -57,7 +61,14 @@ class Receipt(_Strict):
     options: dict[str, Any]  # as for Engine.submit
     finish_reason: str
     tokens: int
-    digest: str  # SHA-256 over ids and scores, bit for bit
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")  # SHA-256 over ids and scores, bit for bit
+
+    @field_validator("options")
+    @classmethod
+    def _options_are_known(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if odd := sorted(set(options) ^ _OPTIONS):
+            raise ValueError(f"{odd[0]!r} is {'unknown' if odd[0] in options else 'missing'}")
+        return options
 
     def save(self, path: Path) -> None:
         """Write the receipt as JSON.

@@ -35,12 +35,11 @@ class Request:
     finish_reason: str | None = None
     stats: Stats = field(default_factory=Stats)
     cancelled: threading.Event = field(default_factory=threading.Event)
-    _scratch: np.ndarray = field(init=False)
+    _scratch: np.ndarray | None = field(init=False, default=None)  # made when it is needed: many requests only wait
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.stats.prompt_tokens = self.prompt_tokens
-        self._scratch = np.empty(self.sampler.vocab_size, np.float32)
 
     @property
     def output(self) -> list[int]:
@@ -54,6 +53,8 @@ class Request:
     def decide(self, logits: np.ndarray) -> int:
         """Return the next token by the target's float32 ``logits`` ``[V]`` and commit it with its score."""
         token = self.sampler.pick(logits, len(self.tokens))
+        if self._scratch is None:
+            self._scratch = np.empty(self.sampler.vocab_size, np.float32)
         score = log_probability(logits[: self.sampler.vocab_size], token, self._scratch)
         self.tokens.append(token)
         self.scores.append(score)

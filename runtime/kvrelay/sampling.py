@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Sampler:
         self.params = params
         self.seed = seed
         self.vocab_size = vocab_size
-        self._ids = np.arange(vocab_size, dtype=np.uint32)
+        self._ids = _all_ids(vocab_size)
         self._penalised = params.penalised
         if self._penalised:
             self._prompt = np.zeros(vocab_size, bool)
@@ -172,6 +173,11 @@ class Sampler:
             if float(scores[best]) > score or (float(scores[best]) == score and int(far[best]) < winner):
                 winner = int(far[best])
         return winner
+
+
+@lru_cache(maxsize=4)
+def _all_ids(vocab_size: int) -> npt.NDArray[np.uint32]:
+    return np.arange(vocab_size, dtype=np.uint32)
 
 
 def _most_likely(scaled: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:

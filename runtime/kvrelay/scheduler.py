@@ -22,7 +22,7 @@ from .batch_target import BatchTarget, Feed
 from .compare import compare
 from .errors import EngineError, KvrelayError
 from .faults import Injector
-from .invariance import Shape
+from .shapes import Shape
 from .slots import Row, Slots
 from .stats import EngineStats
 
@@ -67,6 +67,7 @@ class Scheduler:
         self._injector = injector
         self._in_class = in_class
         self._waiting: deque[Row] = deque()
+        self._open: dict[Row, None] = {}  # rows whose handles were not told of an end, wherever a fault left them
         self._prefilling: Row | None = None
         self._wake = threading.Condition()
         self._closing = False
@@ -88,6 +89,7 @@ class Scheduler:
             if self._closing:
                 raise EngineError("this engine is closed: make a new one")
             self._waiting.append(row)
+            self._open[row] = None
             self.stats.submitted += 1
             self._wake.notify()
 
@@ -139,16 +141,17 @@ class Scheduler:
 
     def _end_all(self, error: KvrelayError | None) -> None:
         with self._wake:
-            rows = [*self._waiting, *self._slots.active]
+            rows = list(self._open)
             self._waiting.clear()
-        if self._prefilling is not None:
-            rows.append(self._prefilling)
         for row in rows:
-            if error is not None:
-                self._fail(row, error)
-            else:
+            if error is None:
                 row.request.finish_reason = "cancelled"
                 self._finish(row)
+                continue
+            try:
+                self._fail(row, error)
+            except Exception:  # by the same fault, perhaps
+                row.handle._end("", error)
 
     def _drop_cancelled(self) -> None:
         with self._wake:
@@ -330,12 +333,15 @@ class Scheduler:
         windows = {id(r): self._window(r) for r in rows}
         widest = max(len(tokens) for tokens, _ in windows.values())
         span = rows[-1].slot - rows[0].slot + 1
-        shapes = [s for s in target.replay_shapes() if s.width >= widest and (s.batch >= span or len(rows) == 1)]
-        if not shapes:  # they lie too far apart for one pass of the fixed shape
+        fitting = [s for s in target.replay_shapes() if s.width >= widest]
+        together = min((s for s in fitting if s.batch >= span), key=target.ms, default=None)
+        alone = min(fitting, key=target.ms)
+        # Rows may lie too far apart for one pass of the fixed shape, or its dummies may cost more than they save.
+        if len(rows) > 1 and (together is None or target.ms(together) > len(rows) * target.ms(alone)):
             for row in rows:
                 self._replay_group([row])
             return
-        shape = min(shapes, key=target.ms)
+        shape = together or alone
         first = min(rows[0].slot, target.cache.slots - shape.batch)
         feeds = []
         for slot in range(first, first + shape.batch):
@@ -422,15 +428,18 @@ class Scheduler:
         else:
             self.stats.finished += 1
         row.handle._end(text + row.request.stream.finish(), None)
+        self._open.pop(row)
 
     def _fail(self, row: Row, error: Exception) -> None:
         """End a request with an error; what its slot holds is unknown and is cleared."""
         if row.slot >= 0:
-            self._target.cache.clear(row.slot)
+            model = self._target.cache.model
+            self._target.cache.clear(row.slot, 0, row.fed + model.capacity - model.context)  # no pass wrote farther
         self._release(row, keep=False)
         self.stats.failed += 1
         wrapped = error if isinstance(error, KvrelayError) else EngineError(f"no memory for a pass: {error}")
         row.handle._end("", wrapped)
+        self._open.pop(row)
 
     def _release(self, row: Row, *, keep: bool) -> None:
         row.candidates.clear()

@@ -20,7 +20,7 @@ from .errors import ParameterError
 from .faults import Faults, Injector
 from .intake import Intake, Result, check_flag, is_whole, one_of, result_of
 from .kv import HandOver, KVCache, kv_bytes
-from .receipt import Receipt, conditions_of, receipt_of
+from .receipt import Conditions, Receipt, conditions_of, receipt_of
 from .request import Request
 from .scheduler import Scheduler
 from .slots import Row, Slots
@@ -35,7 +35,8 @@ class Handle:
 
     def __init__(self, request: Request, wake: Callable[[], None], receipt: Callable[[], Receipt] | None) -> None:
         self._request = request
-        self._wake = wake
+        # Until the end: a handle that is kept does not keep the engine and its memory.
+        self._wake: Callable[[], None] | None = wake
         self._make_receipt = receipt
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._done = threading.Event()
@@ -74,7 +75,9 @@ class Handle:
     def cancel(self) -> None:
         """End the request after the pass at hand. A request that has ended stays as it is."""
         self._request.cancelled.set()
-        self._wake()
+        wake = self._wake
+        if wake is not None:
+            wake()
 
     @property
     def done(self) -> bool:
@@ -89,10 +92,11 @@ class Handle:
         if error is None:
             receipt = self._make_receipt() if self._make_receipt is not None else None
             self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
+        self._wake = self._make_receipt = None
         if text:
             self._pieces.put(text)
+        self._done.set()  # first: whoever has read the stream to its end finds the request done
         self._pieces.put(None)
-        self._done.set()
 
 
 class Engine:
@@ -166,7 +170,7 @@ class Engine:
             self._target.require_class_steps(self.max_batch)
         drafters = [self._drafter(name, box, cache) for name in self._wanted_drafts()]
         drafting = Drafting(drafters, partial(acceptance_prior, self._bundle, self.precision))
-        slots = Slots(self.max_batch, _swapper([cache.swap, *(d.swap for d in drafters)]))
+        slots = Slots(cache.slots, self.max_batch, _swapper([cache.swap, *(d.swap for d in drafters)]))
         self._conditions = conditions_of(
             self._bundle,
             self.precision,
@@ -174,7 +178,9 @@ class Engine:
             self._target.committing_engines(),
             f"aligned to {self.window}" if self._target.aligned else "sliding",
         )
-        self._scheduler = Scheduler(self._target, slots, drafting, injector, in_class=in_class)
+        self._scheduler = Scheduler(
+            self._target, slots, drafting, injector, in_class=None if in_class is None else bool(in_class)
+        )
         # Also when the engine is dropped without close(), and before the interpreter ends.
         self._closer = weakref.finalize(self, self._scheduler.close)
 
@@ -218,9 +224,6 @@ class Engine:
             ExactnessError: ``deterministic`` cannot be kept on this box; says what differed.
             EngineError: the engine is closed.
         """
-        check_flag("deterministic", deterministic)
-        if deterministic:
-            self._target.require_determinism()
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -230,19 +233,45 @@ class Engine:
             "repetition_penalty": repetition_penalty,
             "frequency_penalty": frequency_penalty,
             "presence_penalty": presence_penalty,
-            "stop": stop,
+            "stop": list(stop) if isinstance(stop, Iterator) else stop,
             "ignore_eos": ignore_eos,
         }
-        request = self._intake.request(prompt, seed=seed, **options)
+        request = self._checked(prompt, deterministic, {**options, "seed": seed})
         model = self._bundle.target
         request.stats.kv_bytes = kv_bytes(model, model.layers, 4, model.capacity)
         receipt = None
         if deterministic:
             request.stats.policy = self._target.describe()
-            receipt = partial(self._receipt_of, request, options)
+            receipt = partial(
+                receipt_of,
+                request,
+                bundle=self._bundle,
+                conditions=self._conditions,
+                group=self.group,
+                window=self.window,
+                options=_options_for_receipt(request, options),
+            )
         handle = Handle(request, self._scheduler.wake, receipt)
         self._scheduler.submit(Row(request, bool(deterministic), handle))
         return handle
+
+    def check(self, prompt: Prompt, *, deterministic: bool = False, **options: Any) -> None:
+        """Refuse what :meth:`submit` would refuse of a request, and queue nothing.
+
+        Args:
+            prompt: as for :meth:`submit`.
+            deterministic: as for :meth:`submit`.
+            options: as for :meth:`submit`.
+
+        Raises:
+            KvrelayError: as :meth:`submit`.
+        """
+        self._checked(prompt, deterministic, options)
+
+    @property
+    def conditions(self) -> Conditions:
+        """What the bits of a deterministic request's output depend on here besides the request."""
+        return self._conditions
 
     @property
     def stats(self) -> EngineStats:
@@ -259,22 +288,11 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receipt_of(self, request: Request, options: dict[str, Any]) -> Receipt:
-        stop = options["stop"]
-        plain = {**dataclasses.asdict(request.sampler.params), "seed": request.sampler.seed}
-        plain |= {
-            "max_new_tokens": int(options["max_new_tokens"]),
-            "stop": [stop] if isinstance(stop, str) else list(stop),
-            "ignore_eos": bool(options["ignore_eos"]),
-        }
-        return receipt_of(
-            request,
-            bundle=self._bundle,
-            conditions=self._conditions,
-            group=self.group,
-            window=self.window,
-            options=plain,
-        )
+    def _checked(self, prompt: Prompt, deterministic: bool, options: dict[str, Any]) -> Request:
+        check_flag("deterministic", deterministic)
+        if deterministic:
+            self._target.require_determinism()
+        return self._intake.request(prompt, **options)
 
     def _wanted_drafts(self) -> list[str]:
         if self.draft == "auto":
@@ -302,3 +320,14 @@ def _swapper(swaps: Sequence[Callable[[int, int, int], int]]) -> Callable[[int, 
         return sum(one(a, b, length) for one in swaps)
 
     return swap
+
+
+def _options_for_receipt(request: Request, options: dict[str, Any]) -> dict[str, Any]:
+    stop = options["stop"]
+    return {
+        **dataclasses.asdict(request.sampler.params),
+        "seed": request.sampler.seed,
+        "max_new_tokens": int(options["max_new_tokens"]),
+        "stop": [stop] if isinstance(stop, str) else list(stop),
+        "ignore_eos": bool(options["ignore_eos"]),
+    }

@@ -58,10 +58,12 @@ class Slots:
 
     Args:
         count: number of slots.
+        most: rows at once; a verify group may need more slots than that, for its dummies.
         swap: exchanges the first entries of two slots in every cache: ``swap(a, b, length)`` returns bytes written.
     """
 
-    def __init__(self, count: int, swap: Callable[[int, int, int], int]) -> None:
+    def __init__(self, count: int, most: int, swap: Callable[[int, int, int], int]) -> None:
+        self._most = most
         self._swap = swap
         self._rows: list[Row | None] = [None] * count
         self.kept = [Kept() for _ in range(count)]
@@ -74,7 +76,9 @@ class Slots:
 
     @property
     def free(self) -> list[int]:
-        return [i for i, r in enumerate(self._rows) if r is None]
+        """Slots that a request may take now."""
+        empty = [i for i, r in enumerate(self._rows) if r is None]
+        return empty if len(self._rows) - len(empty) < self._most else []
 
     def length(self, slot: int) -> int:
         """Valid entries of a slot, candidates' included: what a pass must not write over."""

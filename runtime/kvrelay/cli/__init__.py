@@ -1,4 +1,4 @@
-"""The command line: ``kvrelay export | run | chat | inspect | bench``."""
+"""The command line: ``kvrelay export | run | chat | batch | replay | check | inspect | bench``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import typer
 from rich.console import Console
 
 from ..errors import KvrelayError
+from .batch import batch
 from .bench import bench
 from .chat import chat
+from .check import check
 from .inspect import inspect
+from .replay import replay
 from .run import run
 
 __all__ = ["app", "main"]
@@ -46,6 +49,9 @@ def _export(context: typer.Context) -> None:
 
 app.command()(run)
 app.command()(chat)
+app.command()(batch)
+app.command()(replay)
+app.command()(check)
 app.command()(inspect)
 app.command()(bench)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +18,7 @@ __all__ = [
     "Exact",
     "FrequencyPenalty",
     "IgnoreEos",
+    "MaxBatch",
     "MaxNewTokens",
     "MinP",
     "Precision",
@@ -29,6 +32,7 @@ __all__ = [
     "TopP",
     "Window",
     "open_pipeline",
+    "opening",
 ]
 
 Bundle = Annotated[Path, typer.Argument(help="Bundle folder, as `kvrelay export` writes it.")]
@@ -37,6 +41,7 @@ Window = Annotated[int | None, typer.Option(help="Tokens of a verify window; def
 Precision = Annotated[str | None, typer.Option(help="Target precision; default: the bundle's first.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the process; default: the usable CPUs.")]
 Exact = Annotated[bool, typer.Option("--exact/--no-exact", help="Output independent of draft and window, bit for bit.")]
+MaxBatch = Annotated[int, typer.Option(help="Most requests in one pass.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of output.")]
 Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
 TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: off.")]
@@ -61,6 +66,15 @@ def open_pipeline(
     exact: bool,
 ) -> Pipeline:
     """Open a pipeline while ``console`` shows what takes long."""
+    with opening(bundle, console) as progress:
+        return Pipeline(
+            bundle, draft=draft, window=window, precision=precision, threads=threads, exact=exact, progress=progress
+        )
+
+
+@contextlib.contextmanager
+def opening(bundle: Path, console: Console) -> Iterator[Callable[[str], None]]:
+    """Show on ``console`` what takes long while a bundle is opened; yields a function that is told."""
     with console.status(f"opening {bundle}") as status:
 
         def progress(line: str) -> None:
@@ -68,6 +82,4 @@ def open_pipeline(
             if line.startswith("first use"):
                 console.print(line, highlight=False)
 
-        return Pipeline(
-            bundle, draft=draft, window=window, precision=precision, threads=threads, exact=exact, progress=progress
-        )
+        yield progress

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +13,9 @@ import typer
 from rich.console import Console
 
 from ..errors import ParameterError
-from ..loop import Event
 from ..pipeline import Stream
 from . import options as o
+from .json_lines import json_lines_file
 from .table import stats_table
 
 __all__ = ["cancel_on_interrupt", "run"]
@@ -59,7 +56,8 @@ def run(
     pipeline = o.open_pipeline(
         bundle, console, draft=draft, window=window, precision=precision, threads=threads, exact=exact
     )
-    with _trace_file(trace) as write_event:
+    file = contextlib.nullcontext() if trace is None else json_lines_file("--trace", trace)
+    with file as write_event:
         stream = pipeline.stream(
             messages,
             max_new_tokens=max_new_tokens,
@@ -108,33 +106,3 @@ def cancel_on_interrupt(stream: Stream) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _trace_file(path: Path | None) -> Iterator[Callable[[Event], None] | None]:
-    """Collect events in a temporary file that takes the name ``path`` at the end, an interrupted run's included."""
-    if path is None:
-        yield None
-        return
-    if path.is_dir():
-        raise ParameterError(f"--trace {path}: a folder; give the name of a file")
-    path = path.resolve()  # a link stays, and what it points to is replaced
-    if path.exists() and not path.is_file():
-        # A device or a pipe is written to: to rename a file over /dev/null would take it from everybody.
-        with open(path, "w", encoding="utf-8") as handle:
-            yield lambda event: print(json.dumps(event), file=handle, flush=True)
-        return
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    except OSError as error:
-        raise ParameterError(f"--trace {path}: {error.strerror or error}") from None
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            yield lambda event: print(json.dumps(event), file=handle)
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..pipeline import Result
+from ..stats import EngineStats
 
-__all__ = ["output_console", "share", "stats_table"]
+__all__ = ["engine_table", "output_console", "share", "stats_table"]
 
 
 def output_console() -> Console:
@@ -47,6 +48,23 @@ def stats_table(result: Result) -> Table:
         ("time", f"{s.draft_seconds:.2f} s draft, {s.verify_seconds:.2f} s target, host {share(s.host_share)}"),
         ("KV", f"{s.kv_bytes / 2**20:.0f} MiB in the slot, {s.kv_bytes_copied} bytes copied"),
         ("draft choice", s.policy),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def engine_table(s: EngineStats) -> Table:
+    """Return the statistics of a batch."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in (
+        ("requests", f"{s.finished} finished, {s.failed} failed, {s.cancelled} cancelled"),
+        ("tokens", f"{s.emitted} after each request's first, {s.reused_tokens} prompt tokens reused"),
+        ("speed", f"{_number(s.tokens_per_second)} tokens/s"),
+        ("batch fill", f"{_number(s.batch_fill)} rows a step, {s.steps} steps"),
+        ("replays", f"{s.replays} of {s.windows} windows, group fill {share(s.group_fill)}"),
+        ("rollbacks", f"{s.rollbacks}, {s.recomputed} tokens recomputed ({share(s.recomputed_share)})"),
+        ("verify share", f"{share(s.verify_share)} of the time in engines"),
+        ("KV moved", f"{s.kv_bytes_moved} bytes"),
     ):
         table.add_row(name, value)
     return table

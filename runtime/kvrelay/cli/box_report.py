@@ -1,0 +1,111 @@
+"""What a box has, and what of kvrelay can run on it. Nothing heavy is imported to find out."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..boxcache import cpu_name
+from ..errors import BackendMissingError
+from ..ort.library import onnxruntime
+
+__all__ = ["box_report"]
+
+# Instruction sets that decide how fast a product is, by the names that the kernel gives them.
+_INSTRUCTION_SETS = {
+    "avx2": ("avx2",),
+    "avx512": ("avx512f",),
+    "vnni": ("avx512_vnni", "avx_vnni"),
+    "amx": ("amx_tile",),
+}
+_ARM_INSTRUCTION_SETS = {"neon": ("asimd",), "dot product": ("asimddp",), "i8mm": ("i8mm",), "sve": ("sve",)}
+_EXPORT_NEEDS = ("torch", "transformers", "accelerate", "optimum", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
+
+
+def box_report() -> dict[str, str]:
+    """Return facts about this box by name, in words."""
+    providers = _providers()
+    return {
+        "CPU": cpu_name(),
+        "usable cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": _memory(),
+        "instruction sets": _instruction_sets(),
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "onnxruntime": providers,
+        "GPU": _gpu(),
+        "TensorRT": _tensorrt(),
+        "engines on the CPU": "can run" if "CPUExecutionProvider" in providers else "cannot run",
+        "engines on a GPU, TensorRT": "cannot run: not in this version",
+        "kvrelay export": _export(),
+    }
+
+
+def _proc(file: str) -> Iterator[tuple[str, str]]:
+    try:
+        lines = Path("/proc", file).read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        key, _, value = line.partition(":")
+        yield key.strip(), value.strip()
+
+
+def _memory() -> str:
+    sizes = {key: int(value.split()[0]) / 2**20 for key, value in _proc("meminfo") if key.startswith("Mem")}
+    if not {"MemTotal", "MemAvailable"} <= set(sizes):
+        return "unknown"
+    return f"{sizes['MemTotal']:.1f} GiB, {sizes['MemAvailable']:.1f} available"
+
+
+def _instruction_sets() -> str:
+    flags = next((set(value.split()) for key, value in _proc("cpuinfo") if key in ("flags", "Features")), set())
+    sets = _ARM_INSTRUCTION_SETS if platform.machine() == "aarch64" else _INSTRUCTION_SETS
+    has = [name for name, wanted in sets.items() if flags & set(wanted)]
+    lacks = [name for name in sets if name not in has]
+    return "; ".join([", ".join(has) or "none of note", *([f"not {', '.join(lacks)}"] if lacks else [])])
+
+
+def _providers() -> str:
+    try:
+        ort = onnxruntime()
+    except BackendMissingError:
+        return "not installed: pip install 'kvrelay[cpu]'"
+    return f"{ort.__version__} with {', '.join(ort.get_available_providers())}"
+
+
+def _gpu() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "none found (no nvidia-smi)"
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: nvidia-smi failed ({error})"
+    lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
+    text = "; ".join(lines) or "nothing said"
+    return text if done.returncode == 0 else f"unknown: nvidia-smi failed ({text})"
+
+
+def _tensorrt() -> str:
+    try:
+        module = importlib.import_module("tensorrt")
+    except ModuleNotFoundError:
+        return "not installed"
+    except Exception as error:  # a library of the driver may be missing, in many ways
+        return f"cannot be imported: {error}"
+    return str(module.__version__)
+
+
+def _export() -> str:
+    if sys.version_info < (3, 11):
+        return "cannot run: it needs Python 3.11"
+    missing = [name for name in _EXPORT_NEEDS if find_spec(name) is None]
+    return f"cannot run without {', '.join(missing)}: pip install 'kvrelay[export]'" if missing else "can run"

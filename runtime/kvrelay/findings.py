@@ -1,0 +1,86 @@
+"""What was found out about a bundle on this box, by kind and precision, in the box's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .boxcache import cpu_identity, lock, publish_json, read_json
+from .ort.library import onnxruntime
+
+__all__ = ["Findings"]
+
+_T = TypeVar("_T")
+
+
+class Findings:
+    """Findings under one kvrelay, library version, CPU and thread count: each combination has files of its own.
+
+    Args:
+        folder: of the bundle in the box's cache.
+        threads: of the process.
+    """
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self._folder = folder
+        self._threads = threads
+
+    def remembered(
+        self, kind: str, precision: str, key: str, find: Callable[[], Any], read: Callable[[Any], _T], *, again: bool
+    ) -> _T:
+        """Return what is stored under ``kind`` and ``key``; if nothing is, or ``again``, find and store it.
+
+        Other processes are not kept waiting while it is found: ``find`` may start some that use this cache.
+
+        Args:
+            kind: of fact.
+            precision: of the target.
+            key: what the fact is about.
+            find: returns it in a form that JSON has.
+            read: turns that form into the fact.
+            again: find it although it is stored.
+        """
+        file = self._file(kind, precision)
+        if not again:
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # absent or damaged
+                return read((read_json(file) or {})[key])
+        found = find()
+        with lock(self._folder):
+            stored = read_json(file)
+            publish_json(file, {**(stored if isinstance(stored, dict) else {}), key: found})
+        return read(found)
+
+    def _file(self, kind: str, precision: str) -> Path:
+        facts = (version("kvrelay"), onnxruntime().__version__, cpu_identity(), str(self._threads))
+        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+        return self._folder / f"{kind}-{precision}-{key}.json"
+
+    def completed(
+        self,
+        kind: str,
+        precision: str,
+        missing: Callable[[dict[str, Any]], dict[str, Any]],
+        read: Callable[[dict[str, Any]], _T],
+    ) -> _T:
+        """Read what is stored under ``kind``, after adding what ``missing`` finds that it lacks."""
+        file = self._file(kind, precision)
+
+        def attempt(stored: dict[str, Any]) -> _T:
+            found = missing(stored)
+            result = read({**stored, **found})
+            if found:
+                publish_json(file, {**stored, **found})
+            return result
+
+        with lock(self._folder):  # one process measures, the others find its figures
+            stored = read_json(file)
+            try:
+                return attempt(stored or {})
+            except (KeyError, TypeError, ValueError, AttributeError):
+                if not stored:
+                    raise
+                return attempt({})  # the file was damaged: measure again

@@ -1,0 +1,75 @@
+"""Shapes: an engine at one batch and width, and those in which a target serves a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .engine import LoadedEngine
+
+if TYPE_CHECKING:
+    from .box import Box
+
+__all__ = ["Shape", "TargetShapes", "shape_name", "target_shapes"]
+
+
+def shape_name(engine: str, batch: int, width: int) -> str:
+    """Name of an engine at one shape."""
+    return f"{engine}@{batch}x{width}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An engine at one shape; for engines with dynamic axes batch and width are the caller's choice."""
+
+    engine: LoadedEngine
+    batch: int
+    width: int
+    rows: int  # logit rows of a row
+
+    @property
+    def name(self) -> str:
+        return shape_name(self.engine.entry.name, self.batch, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShapes:
+    """Shapes of a target by use; those with a dynamic batch by batch size."""
+
+    prefill: Shape
+    verify: list[Shape]
+    plain: dict[int, Shape]  # one token a row in the decode engine
+    steps: dict[int, list[Shape]]  # one token a row, where attention and products see two
+
+    @property
+    def main(self) -> Shape:
+        """The verify shape of the widest window and, of those, the largest group."""
+        return max(self.verify, key=lambda s: (s.width, s.batch))
+
+    @property
+    def dynamic(self) -> list[Shape]:
+        return [shape for batch in self.plain for shape in (self.plain[batch], *self.steps[batch])]
+
+    @property
+    def all(self) -> list[Shape]:
+        return [*self.verify, self.prefill, *self.dynamic]
+
+    def single_steps(self, batch: int) -> list[Shape]:
+        """Return the shapes that can give each of ``batch`` rows one new token."""
+        singles = [s for s in self.verify if s.batch == 1] if batch == 1 else []
+        return [self.plain[batch], *self.steps[batch], *singles]
+
+
+def target_shapes(box: Box, precision: str, max_batch: int) -> TargetShapes:
+    """Return the shapes of a target for batches up to ``max_batch``."""
+    bundle = box.bundle
+    (decode,) = bundle.engines(role="decode", precision=precision)
+    (prefill,) = bundle.engines(role="prefill", precision=precision)
+    steps = bundle.engines(role="step", precision=precision)
+    batches = range(1, max_batch + 1)
+    return TargetShapes(
+        prefill=box.shape(prefill),
+        verify=[box.shape(e) for e in bundle.engines(role="verify", precision=precision)],
+        plain={b: box.shape(decode, b) for b in batches},
+        steps={b: [*(box.shape(e, b) for e in steps), box.shape(decode, b, 2)] for b in batches},
+    )
