@@ -12,6 +12,7 @@ import kvrelay
 import pytest
 import tiny
 from hypothesis import settings
+from kvrelay_export import check
 from kvrelay_export.exporter import ExportOptions, export_bundle
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -23,6 +24,8 @@ THREADS = 2
 CONTEXT = 256
 PREFILL = 16
 SKIPPED = "attention.1"
+
+VERIFY = ((1, 2), (1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 4), (4, 8), (4, 16))
 
 ExportTiny = Callable[..., Path]
 
@@ -108,3 +111,27 @@ def variants_bundle(export_tiny: ExportTiny, tmp_path_factory: pytest.TempPathFa
         draft_kv="float16",
         verify=((1, 2), (1, 4), (1, 8), (1, 16)),
     )
+
+
+@pytest.fixture(scope="session")
+def batch_bundle(export_tiny: ExportTiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama of ``llama_bundle`` with verify engines of one, two and four windows and draft model "cousin"."""
+    cousin = tiny.save_model(tmp_path_factory.mktemp("draft-models") / "cousin", tiny.cousin_of(tiny.target_model()))
+    return export_tiny(
+        tiny.target_model(),
+        precisions=("fp32", "int4"),
+        drafts=("int8-dynamic", "skip"),
+        skip=(SKIPPED,),
+        draft_models=(str(cousin),),
+        verify=VERIFY,
+    )
+
+
+@pytest.fixture(scope="session")
+def tied_bundle(export_tiny: ExportTiny) -> Path:
+    """A Llama in fp32 and int4 whose tokens often change between shape classes."""
+    with pytest.MonkeyPatch.context() as patch:
+        # The same near ties make it pick other tokens than torch does: only the logits can be compared.
+        for precision in ("fp32", "int4"):
+            patch.setitem(check.LIMITS, precision, replace(check.LIMITS[precision], top1=0.5))
+        return export_tiny(tiny.tied_model(), precisions=("fp32", "int4"), verify=VERIFY)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
-from kvrelay import Pipeline, Result
+from kvrelay import Engine, Handle, KvrelayError, Pipeline, Result
 from kvrelay.drafters import Drafter, EngineDrafter
 from kvrelay.kv import KVCache
 from kvrelay.manifest import EngineEntry
@@ -130,3 +132,169 @@ def assert_same(found: Result, wanted: Result) -> None:
     assert found.scores == wanted.scores
     assert found.text == wanted.text
     assert found.finish_reason == wanted.finish_reason
+
+
+class Solo:
+    """What requests give alone: no draft, exact. Results are kept, since many tests ask the same."""
+
+    def __init__(self, bundle: Path, precision: str = "fp32", eos_ids: Iterable[int] | None = None) -> None:
+        self.pipe = plain(bundle, precision)
+        if eos_ids is not None:
+            self.pipe._intake._eos_ids = frozenset(eos_ids)
+        self._kept: dict[str, Result] = {}
+
+    def __call__(self, prompt: Sequence[int], **options: Any) -> Result:
+        """Return the result; for a request without a seed give the seed that it was served with."""
+        key = repr((list(prompt), sorted(options.items())))
+        if key not in self._kept:
+            self._kept[key] = self.pipe.generate(list(prompt), **options)
+        return self._kept[key]
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits ``[T, V]`` behind each of ``tokens``, in the verifier's shape class."""
+        target = self.pipe._lanes.free[0].target
+        width = target.windows[-1]
+        rows = [target.replay(tokens[i : i + width], i, width).copy() for i in range(0, len(tokens), width)]
+        for lane in self.pipe._lanes.free:
+            lane.tokens = []  # its entries were written over
+        return np.concatenate(rows)
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    """Some prompt."""
+    return [(seed * 31 + i * (2 * seed + 5)) % 250 + 4 for i in range(length)]
+
+
+def engine_of(solo: Solo, **options: Any) -> Engine:
+    """An engine on what ``solo`` runs on."""
+    engine = Engine(solo.pipe._bundle.path, precision=solo.pipe.precision, **options)
+    engine._intake._eos_ids = solo.pipe._intake._eos_ids
+    return engine
+
+
+class Stepped:
+    """Lets an engine's loop take one turn at a time, so that a schedule is the same each time it is run."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._scheduler = engine._scheduler
+        self._turn = self._scheduler._turn
+        self._free = False
+        self._go, self._went = threading.Semaphore(0), threading.Semaphore(0)
+        self._scheduler._turn = self._gated
+        engine.submit([5], max_new_tokens=1).result(60)  # the loop leaves the turn in which it waits for work
+
+    def _gated(self) -> bool:
+        if not self._free:
+            self._go.acquire()
+        try:
+            return self._turn()
+        finally:
+            self._went.release()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        scheduler = self._scheduler
+        return bool(scheduler._waiting or scheduler._prefilling or scheduler._slots.active)
+
+    def turn(self, times: int = 1) -> None:
+        """Take turns, as long as there is anything to do."""
+        for _ in range(times):
+            if self.busy:
+                self._go.release()
+                assert self._went.acquire(timeout=60), "the loop hangs"
+
+    def drain(self, most: int = 5000) -> None:
+        """Take turns until nothing is left to do."""
+        self.turn(most)
+        assert not self.busy, f"after {most} turns there is still something to do"
+
+    def let_go(self) -> None:
+        """Let the loop run by itself again."""
+        self._free = True
+        self._go.release()
+
+    def __enter__(self) -> Stepped:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.let_go()
+        self.engine.close()
+
+
+def make_drafting_pay(engine: Engine, *names: str) -> None:
+    """Store costs by which every draft pays in every shape; keep only the drafts of these names, if any are given."""
+    engine._target._ms = dict.fromkeys(engine._target._ms, 1.0)
+    drafting = engine._scheduler._drafting
+    if names:
+        drafting._drafters = [d for d in drafting._drafters if d.name in names]
+        assert {d.name for d in drafting._drafters} == set(names)
+    for drafter in drafting._drafters:
+        drafter.ms = lambda batch: 1e-3
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing of any request is left: no slot, no place in a queue, no state of a draft."""
+    scheduler = engine._scheduler
+    assert scheduler._slots.free == list(range(len(scheduler._slots.kept)))
+    assert not scheduler._waiting and scheduler._prefilling is None
+    drafting = scheduler._drafting
+    assert not drafting._acceptance and not drafting._looked_up and not drafting._used
+    for drafter in drafting._drafters:
+        assert not vars(drafter).get("_fed") and not vars(drafter).get("_lookups")
+
+
+def assert_counted(result: Result) -> None:
+    """Compare a request's counters with each other and with its output."""
+    stats = result.stats
+    assert stats.proposed >= stats.evaluated >= stats.accepted >= 0
+    assert stats.emitted == stats.first + stats.accepted + stats.corrections + stats.bonus
+    assert stats.emitted == len(result.token_ids) == len(result.scores)
+    assert stats.rollbacks == stats.corrections
+    assert stats.passes == stats.corrections + stats.bonus or result.finish_reason == "stop"
+
+
+def assert_valid(result: Result, solo: Solo, prompt: Sequence[int], **options: Any) -> None:
+    """Every token of an ordinary output is what the target picks there, give or take a rounding error.
+
+    In int4 activations are rounded to eight bits on the way: an error in the last bit may become a step of that.
+    """
+    error = {"fp32": 1e-4, "int4": 0.1}[solo.pipe.precision]
+    ids = result.token_ids
+    assert len(result.scores) == len(ids)
+    if not ids:
+        return
+    request = solo.pipe._intake.request(list(prompt), **{**options, "seed": result.seed})
+    logits = solo.logits([*prompt, *ids[:-1]])[len(prompt) - 1 :]
+    text = ""
+    for row, token, score in zip(logits, ids, result.scores, strict=True):
+        assert request.finish_reason is None, "the output goes on behind its end"
+        position = len(request.tokens)
+        if request.sampler.pick(row, position) != token:
+            nudged = row.copy()
+            nudged[token] += error
+            assert request.sampler.pick(nudged, position) == token, f"token {token} at {position} is not the target's"
+        known = row[: request.sampler.vocab_size].astype(np.float64)
+        known -= known.max()
+        assert abs(known[token] - np.log(np.exp(known).sum()) - score) < error
+        request.tokens.append(token)
+        request.sampler.observe(token)
+        text += request.advance_text()
+    if result.finish_reason != "cancelled":
+        assert result.finish_reason == request.finish_reason
+    assert result.text == text + request.stream.finish()
+
+
+def outcome(handle: Handle) -> Result | KvrelayError:
+    """The result, or the error that the request ended with."""
+    try:
+        return handle.result(60)
+    except KvrelayError as error:
+        return error
+
+
+def read_all(handle: Handle) -> tuple[str, Result]:
+    """The stream's text and the result."""
+    text = "".join(handle.stream())
+    return text, handle.result(60)
