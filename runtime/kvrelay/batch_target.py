@@ -92,25 +92,26 @@ class BatchTarget:
             for b in batches
             if drafting
         }
-        dynamic = [*every.dynamic, *(s for wide in self._wide.values() for s in wide)]
-        self._checked = [*self._verify, self._prefill, *dynamic]
-        self.verdicts = box.verdicts(precision, self._checked)
+        wide = [s for shapes in self._wide.values() for s in shapes]
+        self.main = next(s for s in self._verify if (s.batch, s.width) == (group, window))
+        # First what may commit everywhere; the rest only where that leaves a gap or makes it likely.
+        steps = [s for b in batches for s in every.steps[b]]
+        self.verdicts = box.verdicts(precision, [*self._verify, self._prefill, *steps, every.plain[1]])
+        more = [every.plain[b] for b in batches if self.in_class(every.plain[1])]
+        more += [every.doubled[b] for b in batches if not any(self.in_class(s) for s in every.steps[b])]
+        self.verdicts |= box.verdicts(precision, [*more, *wide])
         self._sizes = sorted({b for b in batches if b & (b - 1) == 0} | {max_batch})
-        timed = [s for s in dynamic if s.batch in self._sizes] + self._verify
-        self._ms = box.batch_ms(precision, timed)
-        most = max(s.batch * s.rows for s in self._checked)
+        dynamic = [*every.plain.values(), *steps, *every.doubled.values(), *wide]
+        self._ms = box.batch_ms(precision, [s for s in dynamic if s.batch in self._sizes] + self._verify)
+        most = max(s.batch * s.rows for s in (*dynamic, *self._verify))
         self._memory = np.zeros(most * bundle.target.padded_vocab_size, np.float32)
 
     # -- what may commit ----------------------------------------------------------------------------------------
 
     def in_class(self, shape: Shape) -> bool:
         """Whether ``shape`` lies in the verifier's shape class."""
-        return self.verdicts[shape.name].outside is None
-
-    @property
-    def main(self) -> Shape:
-        """The verify shape ``[group, window]``."""
-        return next(s for s in self._verify if (s.batch, s.width) == (self.group, self.window))
+        verdict = self.verdicts.get(shape.name)  # what was not checked commits nothing
+        return verdict is not None and verdict.outside is None
 
     @property
     def aligned(self) -> bool:
@@ -143,16 +144,16 @@ class BatchTarget:
         """
         for batch in range(1, max_batch + 1):
             if self.class_step(batch) is None:
-                why = "; ".join(f"{s.name}: {self.verdicts[s.name].outside}" for s in self._shapes.steps[batch])
+                shapes = [s for s in self._shapes.single_steps(batch) if s.name in self.verdicts]
+                why = "; ".join(f"{s.name}: {self.verdicts[s.name].outside}" for s in shapes)
                 raise ExactnessError(
                     f"in_class=True cannot be kept on this box: no step of {batch} row(s) lies in the verifier's "
                     f"shape class ({why}); leave in_class out"
                 )
 
     def committing_engines(self) -> list[EngineEntry]:
-        """Return the engines that may commit deterministic requests, whichever cost least at the moment."""
-        shapes = [self._prefill, self.main] if self.aligned else [s for s in self._checked if self.in_class(s)]
-        return list({s.engine.entry.name: s.engine.entry for s in shapes}.values())
+        """Return the engines that may commit deterministic requests, with whatever draft, window and batch."""
+        return [e for e in self._box.bundle.engines(precision=self._precision) if e.role != "draft"]
 
     def describe(self) -> str:
         """Say how deterministic requests are committed."""

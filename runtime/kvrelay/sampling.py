@@ -166,7 +166,8 @@ class Sampler:
         winner, score = int(near[best]), float(scores[best])
         # A token below needs noise above score + _NEAR, that is u > exp(-exp(-(score + _NEAR))).
         threshold = math.exp(-math.exp(-(score + _NEAR))) * 2.0**32 - 2.0
-        far = np.flatnonzero((bits > min(max(threshold, 0.0), 2.0**32 - 1)) & (scaled <= -_NEAR))
+        least = np.uint32(min(max(threshold, 0.0), 2.0**32 - 1))  # rounded down: one more token may be looked at
+        far = np.flatnonzero((bits > least) & (scaled <= -_NEAR))
         if len(far):
             scores = scaled[far] + _noise(bits[far])
             best = int(scores.argmax())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .engine import LoadedEngine
@@ -26,10 +26,10 @@ class Shape:
     batch: int
     width: int
     rows: int  # logit rows of a row
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return shape_name(self.engine.entry.name, self.batch, self.width)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", shape_name(self.engine.entry.name, self.batch, self.width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class TargetShapes:
     prefill: Shape
     verify: list[Shape]
     plain: dict[int, Shape]  # one token a row in the decode engine
-    steps: dict[int, list[Shape]]  # one token a row, where attention and products see two
+    steps: dict[int, list[Shape]]  # one token a row in the step engine, if the bundle has one
+    doubled: dict[int, Shape]  # one token a row in the decode engine, behind each a pad
 
     @property
     def main(self) -> Shape:
@@ -48,7 +49,7 @@ class TargetShapes:
 
     @property
     def dynamic(self) -> list[Shape]:
-        return [shape for batch in self.plain for shape in (self.plain[batch], *self.steps[batch])]
+        return [s for b in self.plain for s in (self.plain[b], *self.steps[b], self.doubled[b])]
 
     @property
     def all(self) -> list[Shape]:
@@ -57,7 +58,7 @@ class TargetShapes:
     def single_steps(self, batch: int) -> list[Shape]:
         """Return the shapes that can give each of ``batch`` rows one new token."""
         singles = [s for s in self.verify if s.batch == 1] if batch == 1 else []
-        return [self.plain[batch], *self.steps[batch], *singles]
+        return [self.plain[batch], *self.steps[batch], self.doubled[batch], *singles]
 
 
 def target_shapes(box: Box, precision: str, max_batch: int) -> TargetShapes:
@@ -71,5 +72,6 @@ def target_shapes(box: Box, precision: str, max_batch: int) -> TargetShapes:
         prefill=box.shape(prefill),
         verify=[box.shape(e) for e in bundle.engines(role="verify", precision=precision)],
         plain={b: box.shape(decode, b) for b in batches},
-        steps={b: [*(box.shape(e, b) for e in steps), box.shape(decode, b, 2)] for b in batches},
+        steps={b: [box.shape(e, b) for e in steps] for b in batches},
+        doubled={b: box.shape(decode, b, 2) for b in batches},
     )

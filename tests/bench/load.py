@@ -120,7 +120,8 @@ def main() -> None:
     )
     rows = [base, *cases, *naive]
     if args.json:
-        print(json.dumps({"title": title, "arguments": vars(args), "rows": [case.row() for case in rows]}))
+        arguments = {**vars(args), "rate": args.rate if math.isfinite(args.rate) else None}
+        print(json.dumps({"title": title, "arguments": arguments, "rows": [case.row() for case in rows]}))
     else:
         output_console().print(_grid_table(rows, title) if grid else _load_table(rows, title))
 

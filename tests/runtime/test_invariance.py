@@ -196,7 +196,7 @@ def test_shapes_outside_the_verifiers_class_are_sorted_pair_by_pair(box: Box, sh
     inside = [shapes.prefill, by_width(shapes, 8), shapes.steps[1][0], shapes.steps[2][0]]
     # References of these classes have one row, several, and one row of logits for two tokens.
     one = [doctored(s, add(1.0)) for s in (by_width(shapes, 4), shapes.steps[3][0])]
-    two = [doctored(s, add(2.0)) for s in (shapes.steps[2][1], by_width(shapes, 2), shapes.steps[3][1])]
+    two = [doctored(s, add(2.0)) for s in (shapes.doubled[2], by_width(shapes, 2), shapes.doubled[3])]
     mixed = [inside[0], one[0], two[0], inside[1], two[1], one[1], inside[2], two[2], inside[3]]
     found = classes_of(box, mixed)
     assert found == [[s.name for s in part] for part in (inside, one, two)]
