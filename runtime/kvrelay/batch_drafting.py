@@ -11,6 +11,7 @@ import numpy as np
 from .drafters import NgramDrafter
 from .engine import BoundPass, LoadedEngine
 from .errors import EngineError
+from .faults import Injector
 from .kv import HandOver, KVCache
 from .policy import MARGIN, Acceptance, Kind, expected_tokens
 from .shapes import Shape
@@ -115,6 +116,7 @@ class BatchEngineDrafter:
         engine: the draft engine.
         cache: the cache it reads and writes.
         ms: stored milliseconds of a step by batch size.
+        injector: fails runs on purpose, when testing.
         own_model: the engine is another model's.
         hand_over: copies verified entries to ``cache``.
     """
@@ -125,6 +127,7 @@ class BatchEngineDrafter:
         engine: LoadedEngine,
         cache: KVCache,
         ms: Callable[[int], float],
+        injector: Injector,
         *,
         own_model: bool = False,
         hand_over: HandOver | None = None,
@@ -133,6 +136,7 @@ class BatchEngineDrafter:
         self.ms = ms
         self._engine = engine
         self._cache = cache
+        self._injector = injector
         self._own_model = own_model
         self._hand_over = hand_over
         self._passes: dict[tuple[int, int, int], BoundPass] = {}
@@ -224,6 +228,7 @@ class BatchEngineDrafter:
             else:
                 bound.input_ids[index] = token
             bound.write_index[index] = start
+        self._injector.before_run(self._engine.entry.name)
         bound.run()
         return bound
 

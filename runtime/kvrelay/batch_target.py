@@ -142,6 +142,10 @@ class BatchTarget:
         Raises:
             ExactnessError: says for which batch, and what differed.
         """
+        if self.aligned:
+            why = windows_refusal(self.verdicts, (self.main, self._prefill))
+            why = why or f"the place in a window matters to {self.main.name}, so windows are aligned and replayed"
+            raise ExactnessError(f"in_class=True cannot be kept on this box: {why}; leave in_class out")
         for batch in range(1, max_batch + 1):
             if self.class_step(batch) is None:
                 shapes = [s for s in self._shapes.single_steps(batch) if s.name in self.verdicts]

@@ -283,11 +283,11 @@ class Scheduler:
         plain = target.class_step(1) if step.commits else target.plain_step(1)
         assert plain is not None
         wide = [s for s in target.wide_steps(1, in_class=step.commits) if s.width > len(drafted)]
-        return _Step(wide[0], step.commits, [drafted]) if drafted else _Step(plain, step.commits, [[]])
+        return _Step(wide[0], step.commits, [drafted]) if drafted and wide else _Step(plain, step.commits, [[]])
 
     def _commit_step(self, row: Row, drafted: list[int], logits: Logits, *, canonical: bool) -> None:
         length = len(row.request.tokens)
-        counted = self._commit(row, drafted, logits, canonical=canonical)
+        counted = self._commit(row, drafted, logits, canonical=canonical, replayed=False)
         if counted is not None and row.active:
             self._drafting.learn(row, drafted, *counted, row.request.tokens[length:])
 
@@ -383,11 +383,11 @@ class Scheduler:
             request.sampler.forget(candidate)
         row.candidates.clear()
         known = len(request.tokens) - start  # committed tokens in the window, the last of which is fed again anyway
-        before = request.stats.rollbacks
-        self._commit(row, list(tokens[known:]), logits[known - 1 :], canonical=True)
-        self.stats.rollbacks += request.stats.rollbacks - before
+        self._commit(row, list(tokens[known:]), logits[known - 1 :], canonical=True, replayed=True)
 
-    def _commit(self, row: Row, drafted: list[int], logits: Logits, *, canonical: bool) -> tuple[int, int] | None:
+    def _commit(
+        self, row: Row, drafted: list[int], logits: Logits, *, canonical: bool, replayed: bool
+    ) -> tuple[int, int] | None:
         """Compare, commit, roll back by moving the length, and hand out the text.
 
         Returns:
@@ -396,7 +396,7 @@ class Scheduler:
         request = row.request
         length = request.kv_length
         stats = request.stats
-        recomputed, emitted = stats.recomputed, stats.emitted
+        emitted = stats.emitted
         try:
             matched, evaluated, text = compare(request, drafted, logits)
         except EngineError as error:
@@ -405,8 +405,13 @@ class Scheduler:
         request.kv_length = len(request.tokens) - 1
         if canonical and row.canonical >= length:
             row.canonical = request.kv_length
-        self.stats.recomputed += stats.recomputed - recomputed
         self.stats.emitted += stats.emitted - emitted
+        if replayed:
+            self.stats.rollbacks += evaluated > matched
+            self.stats.recomputed += len(drafted) - matched
+        else:
+            self.stats.drafted += len(drafted)
+            self.stats.accepted += matched
         self._drafting.rolled_back(row)
         self._give(row, text)
         return evaluated, matched

@@ -168,7 +168,7 @@ class Engine:
         )
         if in_class:
             self._target.require_class_steps(self.max_batch)
-        drafters = [self._drafter(name, box, cache) for name in self._wanted_drafts()]
+        drafters = [self._drafter(name, box, cache, injector) for name in self._wanted_drafts()]
         drafting = Drafting(drafters, partial(acceptance_prior, self._bundle, self.precision))
         slots = Slots(cache.slots, self.max_batch, _swapper([cache.swap, *(d.swap for d in drafters)]))
         self._conditions = conditions_of(
@@ -299,7 +299,7 @@ class Engine:
             return [name for name in self.drafts if name not in ("none", "self")]
         return [] if self.draft == "none" else [self.draft]
 
-    def _drafter(self, name: str, box: Box, cache: KVCache) -> BatchDrafter:
+    def _drafter(self, name: str, box: Box, cache: KVCache, injector: Injector) -> BatchDrafter:
         if name == "ngram":
             return BatchLookup()
         entry = draft_entry(self._bundle, self.precision, name)
@@ -312,7 +312,7 @@ class Engine:
             self.kv_bytes += own.bytes
             hand_over = None if own_model else HandOver(cache, own)
         ms = self._target.step_costs(entry)
-        return BatchEngineDrafter(name, box.engine(entry), own, ms, own_model=own_model, hand_over=hand_over)
+        return BatchEngineDrafter(name, box.engine(entry), own, ms, injector, own_model=own_model, hand_over=hand_over)
 
 
 def _swapper(swaps: Sequence[Callable[[int, int, int], int]]) -> Callable[[int, int, int], int]:

@@ -106,8 +106,10 @@ class EngineStats:
     replays: int = 0  # passes of a verify engine over a group of windows
     windows: int = 0  # windows replayed
     group_places: int = 0  # places that those passes had for windows
-    rollbacks: int = 0  # windows with a mismatch
-    recomputed: int = 0  # candidates that were dropped
+    rollbacks: int = 0  # of those, with a mismatch
+    recomputed: int = 0  # their candidates that were dropped
+    drafted: int = 0  # tokens drafted for speed
+    accepted: int = 0  # of those, the ones that matched
     draft_failures: int = 0  # passes that went without a draft because its engine failed
     kv_bytes_moved: int = 0  # KV bytes written when rows moved to another slot
     seconds: float = 0.0  # in the loop while there was work
