@@ -24,6 +24,7 @@ Row = npt.NDArray[np.float32]
 
 # With u in [0.5, 2**32 - 0.5] / 2**32 the noise is bounded; tokens far enough below the leader cannot win.
 _NEAR = 6.0  # within this many nats of the leader, noise is always computed
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ class SamplingParams:
         check("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000; 1 is off")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2; 0 is off")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2; 0 is off")
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalised(self) -> bool:
@@ -125,13 +130,13 @@ class Sampler:
             raise EngineError(f"the logits at position {position} are not finite (largest: {top})")
         if self.params.temperature == 0:
             return leader
+        if not self.params.filtered:
+            return self._pick_any(row, top, position)
         with np.errstate(over="ignore"):  # a tiny temperature leaves the leader alone
             scaled = (row.astype(np.float64) - top) / self.params.temperature
         kept = self._filter(scaled)
-        if kept is not None:
-            noise = gumbel(self.seed, position, kept.astype(np.uint32))
-            return int(kept[int((scaled[kept] + noise).argmax())])
-        return self._pick_any(scaled, position)
+        noise = gumbel(self.seed, position, kept.astype(np.uint32))
+        return int(kept[int((scaled[kept] + noise).argmax())])
 
     def _penalise(self, row: Row) -> Row:
         p = self.params
@@ -144,8 +149,8 @@ class Sampler:
         row[generated] -= p.frequency_penalty * self._generated[generated] + p.presence_penalty
         return row
 
-    def _filter(self, scaled: npt.NDArray[np.float64]) -> npt.NDArray[np.int64] | None:
-        """Return the ids that the filters keep, in ascending order, or None if they keep all."""
+    def _filter(self, scaled: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Return the ids that the filters keep, in ascending order."""
         p = self.params
         kept: npt.NDArray[np.int64] | None = None
         if 0 < p.top_k < self.vocab_size:
@@ -155,25 +160,31 @@ class Sampler:
         if p.min_p > 0:
             enough = scaled >= math.log(p.min_p)
             kept = np.flatnonzero(enough) if kept is None else kept[enough[kept]]
-        return kept
+        return np.arange(self.vocab_size) if kept is None else kept  # top_k over the vocabulary keeps all
 
-    def _pick_any(self, scaled: npt.NDArray[np.float64], position: int) -> int:
+    def _pick_any(self, row: Row, top: float, position: int) -> int:
         """Gumbel-max over the whole vocabulary, with noise only for tokens that can still win."""
-        bits = _hash(self.seed, position, self._ids)
-        near = np.flatnonzero(scaled > -_NEAR)
-        scores = scaled[near] + _noise(bits[near])
-        best = int(scores.argmax())
-        winner, score = int(near[best]), float(scores[best])
-        # A token below needs noise above score + _NEAR, that is u > exp(-exp(-(score + _NEAR))).
+        # Logits lie on float32's grid: what is under the rounded limit is under the true one, or on it.
+        limit = np.float32(max(top - _NEAR * self.params.temperature, _LOWEST))
+        near = np.flatnonzero(row >= limit)
+        winner, score = self._best(row, top, position, near)
+        # A token below needs noise above score + _NEAR, that is u > exp(-exp(-(score + _NEAR))): few have that.
         threshold = math.exp(-math.exp(-(score + _NEAR))) * 2.0**32 - 2.0
-        least = np.uint32(min(max(threshold, 0.0), 2.0**32 - 1))  # rounded down: one more token may be looked at
-        far = np.flatnonzero((bits > least) & (scaled <= -_NEAR))
+        bits = _hash(self.seed, position, self._ids)
+        far = np.flatnonzero(bits > np.uint32(min(max(threshold, 0.0), 2.0**32 - 1)))
         if len(far):
-            scores = scaled[far] + _noise(bits[far])
-            best = int(scores.argmax())
-            if float(scores[best]) > score or (float(scores[best]) == score and int(far[best]) < winner):
-                winner = int(far[best])
+            other, other_score = self._best(row, top, position, far)
+            if other_score > score or (other_score == score and other < winner):
+                return other
         return winner
+
+    def _best(self, row: Row, top: float, position: int, ids: npt.NDArray[np.int64]) -> tuple[int, float]:
+        """Return the winner among ``ids``, ascending, and its score."""
+        with np.errstate(over="ignore"):  # a tiny temperature leaves the leader alone
+            scaled = (row[ids].astype(np.float64) - top) / self.params.temperature
+        scores = scaled + gumbel(self.seed, position, ids.astype(np.uint32))
+        best = int(scores.argmax())
+        return int(ids[best]), float(scores[best])
 
 
 @lru_cache(maxsize=4)
