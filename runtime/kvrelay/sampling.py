@@ -203,15 +203,15 @@ def _most_likely(scaled: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.
 def _nucleus(scaled: npt.NDArray[np.float64], kept: npt.NDArray[np.int64] | None, mass: float) -> npt.NDArray[np.int64]:
     """Ids of the smallest set of most likely tokens whose probabilities reach ``mass``."""
     ids = np.arange(len(scaled)) if kept is None else kept
-    weights = np.exp(scaled[ids])
-    total = float(weights.sum())
-    # A short sort is nearly always enough: the tail of a vocabulary weighs next to nothing.
-    for size in (256, len(ids)):
-        chosen = ids if size >= len(ids) else ids[_most_likely(scaled[ids], size)]
-        order = chosen[np.argsort(-scaled[chosen], kind="stable")]
-        reached = np.cumsum(np.exp(scaled[order])) >= mass * total
+    values = scaled if kept is None else scaled[kept]
+    total = float(np.exp(values.astype(np.float32)).sum(dtype=np.float64))
+    # Tokens near the leader are nearly always enough: the tail of a vocabulary weighs next to nothing.
+    for limit in (-10.0, -math.inf):
+        near = np.flatnonzero(values >= limit)
+        order = near[np.argsort(-values[near], kind="stable")]
+        reached = np.cumsum(np.exp(values[order])) >= mass * total
         if reached.any():
-            return np.sort(order[: int(reached.argmax()) + 1])
+            return ids[np.sort(order[: int(reached.argmax()) + 1])]
     return ids
 
 
