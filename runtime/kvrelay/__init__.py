@@ -21,12 +21,13 @@ from .errors import (
     ThreadCountError,
 )
 from .faults import Faults
+from .handle import Handle
 from .intake import Result
 from .ort import use_threads
 from .pipeline import Pipeline, Stream
 from .receipt import Receipt, read_receipt
 from .sampling import SamplingParams
-from .serving import Engine, Handle
+from .serving import Engine
 from .stats import EngineStats, Stats
 
 __all__ = [

@@ -3,100 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any
 
-from .batch_drafting import BatchDrafter, BatchEngineDrafter, BatchLookup, Drafting
+from .batch_drafters import BatchDrafter, BatchEngineDrafter, BatchLookup
+from .batch_drafting import Drafting
 from .batch_target import BatchTarget
 from .box import Box
 from .bundle import open_bundle
 from .drafts import acceptance_prior, draft_entry, draft_names
 from .errors import ParameterError
 from .faults import Faults, Injector
-from .intake import Intake, Result, check_flag, is_whole, one_of, result_of
+from .handle import Handle
+from .intake import Intake, check_flag, is_whole, one_of
 from .kv import HandOver, KVCache, kv_bytes
-from .receipt import Conditions, Receipt, conditions_of, receipt_of
+from .receipt import Conditions, conditions_of, receipt_of
 from .request import Request
 from .scheduler import Scheduler
 from .slots import Row, Slots
 from .stats import EngineStats
 from .tokenizer import Prompt
 
-__all__ = ["Engine", "Handle"]
-
-
-class Handle:
-    """One request in an engine. Any thread may use it."""
-
-    def __init__(self, request: Request, wake: Callable[[], None], receipt: Callable[[], Receipt] | None) -> None:
-        self._request = request
-        # Until the end: a handle that is kept does not keep the engine and its memory.
-        self._wake: Callable[[], None] | None = wake
-        self._make_receipt = receipt
-        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        self._result: Result | None = None
-
-    def stream(self) -> Iterator[str]:
-        """Yield text as it is committed, to the end; each piece is given once.
-
-        Raises:
-            KvrelayError: the request failed.
-        """
-        while (piece := self._pieces.get()) is not None:
-            yield piece
-        self._pieces.put(None)  # for whoever comes next
-        if self._error is not None:
-            raise self._error
-
-    def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end and return the generation; a cancelled one has what was committed before.
-
-        Args:
-            timeout: seconds to wait, None for as long as it takes.
-
-        Raises:
-            KvrelayError: the request failed.
-            TimeoutError: it has not ended yet.
-        """
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"the request has not ended after {timeout} s; it goes on")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-    def cancel(self) -> None:
-        """End the request after the pass at hand. A request that has ended stays as it is."""
-        self._request.cancelled.set()
-        wake = self._wake
-        if wake is not None:
-            wake()
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has ended."""
-        return self._done.is_set()
-
-    def _push(self, text: str) -> None:
-        self._pieces.put(text)
-
-    def _end(self, text: str, error: Exception | None) -> None:
-        self._error = error
-        if error is None:
-            receipt = self._make_receipt() if self._make_receipt is not None else None
-            self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
-        self._wake = self._make_receipt = None
-        if text:
-            self._pieces.put(text)
-        self._done.set()  # first: whoever has read the stream to its end finds the request done
-        self._pieces.put(None)
+__all__ = ["Engine"]
 
 
 class Engine:

@@ -22,7 +22,7 @@ class Row:
 
     request: Request
     deterministic: bool
-    handle: Any  # kvrelay.serving.Handle, told of text and of the end
+    handle: Any  # kvrelay.handle.Handle, told of text and of the end
     submitted: float = field(default_factory=time.perf_counter)
     slot: int = -1
     active: bool = False  # its prompt is processed
@@ -73,6 +73,16 @@ class Slots:
     def active(self) -> list[Row]:
         """Rows whose prompt is processed, by slot; after :meth:`arrange` they lie in slots 0, 1, ..."""
         return [r for r in self._rows if r is not None and r.active]
+
+    @property
+    def occupied(self) -> list[Row]:
+        """Rows that have a slot."""
+        return [r for r in self._rows if r is not None]
+
+    @property
+    def prefilling(self) -> Row | None:
+        """The row whose prompt is being processed: one at a time."""
+        return next((r for r in self._rows if r is not None and not r.active), None)
 
     @property
     def free(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,8 @@ def test_axes_of_fixed_engines_are_numbers_and_of_dynamic_ones_names(
         if engine.role in ("verify", "prefill"):
             assert axes == [[engine.batch, engine.sequence], [engine.batch, engine.rows]]
             assert all(isinstance(size, int) for shape in inputs.values() for size in shape)
+        elif engine.role == "step":
+            assert [[str(size) for size in shape] for shape in axes] == [["batch", "1"], ["batch", "1"]]
         else:
             assert [[str(size) for size in shape] for shape in axes] == [["batch", "sequence"], ["batch", "rows"]]
         model = bundle.manifest.models[engine.model]
@@ -58,8 +61,23 @@ def test_all_engines_of_a_precision_point_to_the_same_weights(bundle: Bundle, gr
     for precision in ("fp32", "int4"):
         decode = stored(graphs[f"{precision}-decode"])
         for engine in bundle.engines(precision=precision):
-            if engine.role in ("verify", "prefill"):
+            if engine.role in ("verify", "prefill", "step"):
                 assert stored(graphs[engine.name]) == decode, engine.name
+
+
+def test_the_step_engine_shows_each_token_to_attention_twice_and_keeps_its_products(
+    bundle: Bundle, graphs: dict[str, ir.Model]
+) -> None:
+    for precision in ("fp32", "int4"):
+        step, decode = graphs[f"{precision}-step"].graph, graphs[f"{precision}-decode"].graph
+        attentions = [n for n in step if n.op_type == "GroupQueryAttention"]
+        assert len(attentions) == bundle.target.layers
+        for attention in attentions:
+            doubled = [v.producer() for v in attention.inputs[:3] if v is not None]
+            assert all(n is not None and n.op_type == "Concat" for n in doubled)
+            assert [n.op_type for n in attention.outputs[0].consumers()] == ["Slice"]
+        counts = [Counter(n.op_type for n in graph if "MatMul" in n.op_type) for graph in (step, decode)]
+        assert counts[0] == counts[1]
 
 
 def test_a_skipping_draft_adds_nothing_to_the_weights_file(bundle: Bundle, graphs: dict[str, ir.Model]) -> None:

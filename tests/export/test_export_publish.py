@@ -117,7 +117,12 @@ def test_a_failure_while_changing_places_puts_the_older_bundle_back(
 def test_an_older_bundle_is_replaced_whole(export: Export, tmp_path: Path) -> None:
     export()
     bundle = open_bundle(export(verify=((1, 4),)))
-    assert [e.name for e in bundle.manifest.engines] == ["fp32-decode", "fp32-verify-1x4", "fp32-prefill-1x16"]
+    assert [e.name for e in bundle.manifest.engines] == [
+        "fp32-decode",
+        "fp32-verify-1x4",
+        "fp32-prefill-1x16",
+        "fp32-step",
+    ]
     named = {f.path for f in bundle.files()} | {"manifest.json"}
     assert {p.name for p in bundle.path.iterdir()} == named
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle", "model"]

@@ -196,7 +196,7 @@ class Stepped:
     def busy(self) -> bool:
         """Whether there is anything to do."""
         scheduler = self._scheduler
-        return bool(scheduler._waiting or scheduler._prefilling or scheduler._slots.active)
+        return bool(scheduler._waiting or scheduler._slots.occupied)
 
     def turn(self, times: int = 1) -> None:
         """Take turns, as long as there is anything to do."""
@@ -238,7 +238,7 @@ def assert_idle(engine: Engine) -> None:
     """Nothing of any request is left: no slot, no place in a queue, no state of a draft."""
     scheduler = engine._scheduler
     assert scheduler._slots.free == list(range(len(scheduler._slots.kept)))
-    assert not scheduler._waiting and scheduler._prefilling is None
+    assert not scheduler._waiting and not scheduler._commits.open
     drafting = scheduler._drafting
     assert not drafting._acceptance and not drafting._looked_up and not drafting._used
     for drafter in drafting._drafters:

@@ -138,7 +138,7 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_processed(stepped: Stepp
     stepped.turn(5)
     handle = stepped.engine.submit(long_prompt, deterministic=True, **LONG)
     stepped.turn(2)
-    row = stepped.engine._scheduler._prefilling
+    row = stepped.engine._scheduler._slots.prefilling
     assert row is not None and 0 < row.request.kv_length < 60
     handle.cancel()
     stepped.turn()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvrelay import Engine, EngineError, Faults, Result
-from kvrelay.batch_drafting import BatchEngineDrafter
+from kvrelay.batch_drafters import BatchEngineDrafter
 from kvrelay.slots import Row
 from rig import (
     PROMPT,
@@ -160,9 +160,9 @@ def test_acceptance_lasts_when_a_row_that_was_replayed_drafts_again(solo: Solo) 
             engine.submit([9, 8, 7], **options)
             mine = engine.submit(PROMPT, deterministic=True, **options)
             for _ in range(6):
-                engine._scheduler._in_class = not replay_first
+                engine._scheduler._steps.in_class = not replay_first
                 stepped.turn(6)
-            engine._scheduler._in_class = True
+            engine._scheduler._steps.in_class = True
             stepped.drain()
             result = mine.result(60)
             assert_same(result, solo(PROMPT, **options))

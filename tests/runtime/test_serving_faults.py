@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvrelay import Engine, EngineError, Faults, Handle, KvrelayError, ParameterError, Result, scheduler
+from kvrelay import Engine, EngineError, Faults, Handle, KvrelayError, ParameterError, Result, commits
 from kvrelay.batch_drafting import Drafting
 from kvrelay.batch_target import BatchTarget
 from kvrelay.kv import KVCache
@@ -190,7 +190,7 @@ PLACES = [
     (Drafting, "propose"),
     (Drafting, "end"),
     (Handle, "_push"),
-    (scheduler, "compare"),
+    (commits, "compare"),
 ]
 
 

@@ -65,7 +65,7 @@ def soak(bundle: Path, seconds: float) -> None:
             assert "".join(handle.stream()) == result.text
 
         while (elapsed := time.monotonic() - started) < seconds:
-            engine._scheduler._in_class = rng.choice([True, False, None])
+            engine._scheduler._steps.in_class = rng.choice([True, False, None])
             for _ in range(rng.randrange(12)):
                 prompt, options, deterministic = an_ask(rng)
                 handle = engine.submit(prompt, deterministic=deterministic, **options)

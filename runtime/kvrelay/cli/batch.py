@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..errors import KvrelayError, ParameterError
+from ..handle import Handle
 from ..intake import Result
-from ..serving import Engine, Handle
+from ..serving import Engine
 from . import options as o
 from .json_lines import json_lines_file
 from .requests import BatchRequest, check_requests, read_requests

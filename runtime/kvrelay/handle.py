@@ -1,0 +1,83 @@
+"""A caller's hold on a request in an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from .intake import Result, result_of
+from .receipt import Receipt
+from .request import Request
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """One request in an engine. Any thread may use it."""
+
+    def __init__(self, request: Request, wake: Callable[[], None], receipt: Callable[[], Receipt] | None) -> None:
+        self._request = request
+        # Until the end: a handle that is kept does not keep the engine and its memory.
+        self._wake: Callable[[], None] | None = wake
+        self._make_receipt = receipt
+        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._result: Result | None = None
+
+    def stream(self) -> Iterator[str]:
+        """Yield text as it is committed, to the end; each piece is given once.
+
+        Raises:
+            KvrelayError: the request failed.
+        """
+        while (piece := self._pieces.get()) is not None:
+            yield piece
+        self._pieces.put(None)  # for whoever comes next
+        if self._error is not None:
+            raise self._error
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end and return the generation; a cancelled one has what was committed before.
+
+        Args:
+            timeout: seconds to wait, None for as long as it takes.
+
+        Raises:
+            KvrelayError: the request failed.
+            TimeoutError: it has not ended yet.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the request has not ended after {timeout} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def cancel(self) -> None:
+        """End the request after the pass at hand. A request that has ended stays as it is."""
+        self._request.cancelled.set()
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._done.is_set()
+
+    def _push(self, text: str) -> None:
+        self._pieces.put(text)
+
+    def _end(self, text: str, error: Exception | None) -> None:
+        self._error = error
+        if error is None:
+            receipt = self._make_receipt() if self._make_receipt is not None else None
+            self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
+        self._wake = self._make_receipt = None
+        if text:
+            self._pieces.put(text)
+        self._done.set()  # first: whoever has read the stream to its end finds the request done
+        self._pieces.put(None)
