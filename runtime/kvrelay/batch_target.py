@@ -98,10 +98,11 @@ class BatchTarget:
         steps = [s for b in batches for s in every.steps[b]]
         self.verdicts = box.verdicts(precision, [*self._verify, self._prefill, *steps, every.plain[1]])
         more = [every.plain[b] for b in batches if self.in_class(every.plain[1])]
-        more += [every.doubled[b] for b in batches if not any(self.in_class(s) for s in every.steps[b])]
-        self.verdicts |= box.verdicts(precision, [*more, *wide])
+        doubled = [every.doubled[b] for b in batches if not any(self.in_class(s) for s in every.steps[b])]
+        self.verdicts |= box.verdicts(precision, [*more, *doubled, *wide])
         self._sizes = sorted({b for b in batches if b & (b - 1) == 0} | {max_batch})
-        dynamic = [*every.plain.values(), *steps, *every.doubled.values(), *wide]
+        # Costs between measured batch sizes are drawn from their neighbours: of a kind in use, all are measured.
+        dynamic = [*every.plain.values(), *steps, *(every.doubled.values() if doubled else ()), *wide]
         self._ms = box.batch_ms(precision, [s for s in dynamic if s.batch in self._sizes] + self._verify)
         most = max(s.batch * s.rows for s in (*dynamic, *self._verify))
         self._memory = np.zeros(most * bundle.target.padded_vocab_size, np.float32)
@@ -193,9 +194,8 @@ class BatchTarget:
         def at(batch: int) -> float | None:
             return self._ms.get(Shape(shape.engine, batch, shape.width, shape.rows).name)
 
-        exact = at(shape.batch)
-        if exact is not None:
-            return exact
+        if shape.name in self._ms:
+            return self._ms[shape.name]
         below = max(b for b in self._sizes if b < shape.batch)
         above = min(b for b in self._sizes if b > shape.batch)
         low, high = at(below), at(above)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from .bundle import Bundle
+from .errors import ParameterError
+from .kv import HandOver, KVCache
 from .manifest import EngineEntry
 
-__all__ = ["acceptance_prior", "draft_entry", "draft_names"]
+__all__ = ["acceptance_prior", "check_draft", "draft_cache", "draft_entry", "draft_names"]
 
 # What acceptance to expect before a request has shown its own.
 _NGRAM_PRIOR = {1: 0.15, 2: 0.35, 3: 0.5, 4: 0.65}  # by length of the match
@@ -31,6 +33,31 @@ def draft_entry(bundle: Bundle, precision: str, name: str) -> EngineEntry:
             return entry
     (entry,) = bundle.engines(role="decode", precision=precision if name == "self" else name)
     return entry
+
+
+def check_draft(bundle: Bundle, precision: str, draft: str) -> list[str]:
+    """Return the names of the drafts, ``draft`` being "auto" or one of them.
+
+    Raises:
+        ParameterError: it is not; lists what there is.
+    """
+    names = draft_names(bundle, precision)
+    if draft != "auto" and draft not in names:
+        raise ParameterError(f"draft={draft!r}: this bundle has auto, {', '.join(names)}")
+    return names
+
+
+def draft_cache(bundle: Bundle, entry: EngineEntry, cache: KVCache) -> tuple[KVCache, HandOver | None]:
+    """Return the cache of a draft engine, and what hands verified entries over to it.
+
+    That is the target's ``cache`` itself or, for another dtype or model, a new one of as many slots; another model's
+    cache holds what was fed to it, and nothing is handed over.
+    """
+    own_model = entry.model != bundle.manifest.target
+    if not own_model and entry.kv_dtype == cache.dtype.name:
+        return cache, None
+    own = KVCache(bundle.manifest.models[entry.model], entry.kv_layers, entry.kv_dtype, cache.slots)
+    return own, None if own_model else HandOver(cache, own)
 
 
 def acceptance_prior(bundle: Bundle, precision: str, name: str, grade: int) -> float:

@@ -12,9 +12,9 @@ import numpy as np
 from .box import Box, exact_windows
 from .bundle import Bundle
 from .drafters import Drafter, EngineDrafter, NgramDrafter
-from .drafts import acceptance_prior, draft_entry, draft_names
+from .drafts import acceptance_prior, check_draft, draft_cache, draft_entry
 from .errors import ParameterError
-from .kv import HandOver, KVCache, kv_bytes
+from .kv import KVCache, kv_bytes
 from .manifest import EngineEntry
 from .policy import Costs, Policy, break_even
 from .request import Request, common_prefix
@@ -67,9 +67,7 @@ class Lanes:
         self._precision = precision
         self._draft = draft
         self._exact = exact
-        self.drafts = draft_names(bundle, precision)
-        if draft != "auto" and draft not in self.drafts:
-            raise ParameterError(f"draft={draft!r}: this bundle has auto, {', '.join(self.drafts)}")
+        self.drafts = check_draft(bundle, precision, draft)
         self._verify = [e for e in bundle.engines(role="verify", precision=precision) if e.batch == 1]
         sizes = [e.sequence for e in self._verify]
         if window is not None and (not isinstance(window, (int, np.integer)) or window not in sizes):
@@ -143,16 +141,11 @@ class Lanes:
             return NgramDrafter()
         entry = draft_entry(self._bundle, self._precision, name)
         engine = self.box.engine(entry)
-        model = self._bundle.manifest.models[entry.model]
         own_model = entry.model != self._bundle.manifest.target
-        hand_over = None
-        if own_model or entry.kv_dtype != cache.dtype.name:
-            own = KVCache(model, entry.kv_layers, entry.kv_dtype)
-            hand_over = None if own_model else HandOver(cache, own)
-            cache = own
+        own, hand_over = draft_cache(self._bundle, entry, cache)
         return EngineDrafter(
             name,
-            lambda width: engine.bind(cache, width, 1),
+            lambda width: engine.bind(own, width, 1),
             step_width=self.facts.draft_width.get(entry.name, 1),
             own_model=own_model,
             hand_over=hand_over,

@@ -17,6 +17,7 @@ __all__ = [
     "ModelEntry",
     "Precision",
     "Role",
+    "Strict",
 ]
 
 SCHEMA_VERSION = 1
@@ -27,11 +28,13 @@ Role = Literal["draft", "decode", "step", "verify", "prefill"]
 Size = Annotated[int, Field(ge=1)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Unknown keys are refused, and nothing changes after it was read."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileEntry(_Strict):
+class FileEntry(Strict):
     """A file of the bundle, by relative path."""
 
     path: str
@@ -39,7 +42,7 @@ class FileEntry(_Strict):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Check(_Strict):
+class Check(Strict):
     """What the export's numeric check of an engine against torch measured."""
 
     tokens: int
@@ -48,7 +51,7 @@ class Check(_Strict):
     agreement: float  # share of positions with the same most likely token as the unquantised model
 
 
-class ModelEntry(_Strict):
+class ModelEntry(Strict):
     """Sizes and origin of one model."""
 
     name: str
@@ -67,7 +70,7 @@ class ModelEntry(_Strict):
     source_sha256: str
 
 
-class EngineEntry(_Strict):
+class EngineEntry(Strict):
     """One engine: its place in the loop, its shape and its file."""
 
     name: str
@@ -99,14 +102,14 @@ class EngineEntry(_Strict):
         return self
 
 
-class Generation(_Strict):
+class Generation(Strict):
     """Token facts and defaults that generation starts from."""
 
     bos_id: int | None
     eos_ids: list[int]
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """The whole bundle."""
 
     schema_version: Literal[1]

@@ -9,12 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from .boxcache import cpu_identity, cpu_name
 from .bundle import Bundle, file_sha256
 from .errors import ParameterError
-from .manifest import EngineEntry
+from .manifest import EngineEntry, Strict
 from .ort.library import onnxruntime
 from .request import Request
 from .sampling import SamplingParams
@@ -25,11 +25,7 @@ __all__ = ["Conditions", "Receipt", "conditions_of", "output_digest", "read_rece
 _OPTIONS = {*SamplingParams.__slots__, "seed", "max_new_tokens", "stop", "ignore_eos"}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Conditions(_Strict):
+class Conditions(Strict):
     """What the bits of an output depend on besides the request."""
 
     kvrelay: str
@@ -49,7 +45,7 @@ class Conditions(_Strict):
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-class Receipt(_Strict):
+class Receipt(Strict):
     """One deterministic output: what it was made from and under, and its digest."""
 
     schema_version: Literal[1] = 1

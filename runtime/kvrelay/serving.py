@@ -14,12 +14,12 @@ from .batch_drafting import Drafting
 from .batch_target import BatchTarget
 from .box import Box
 from .bundle import open_bundle
-from .drafts import acceptance_prior, draft_entry, draft_names
+from .drafts import acceptance_prior, check_draft, draft_cache, draft_entry
 from .errors import ParameterError
 from .faults import Faults, Injector
 from .handle import Handle
 from .intake import Intake, check_flag, is_whole, one_of
-from .kv import HandOver, KVCache, kv_bytes
+from .kv import KVCache, kv_bytes
 from .receipt import Conditions, conditions_of, receipt_of
 from .request import Request
 from .scheduler import Scheduler
@@ -76,9 +76,7 @@ class Engine:
         self._bundle = open_bundle(bundle)
         self.precision = one_of("precision", precision, self._bundle.precisions())
         self.max_batch, self.window, self.group = int(max_batch), int(window), int(group)
-        self.drafts = draft_names(self._bundle, self.precision)
-        if draft != "auto" and draft not in self.drafts:
-            raise ParameterError(f"draft={draft!r}: this bundle has auto, {', '.join(self.drafts)}")
+        self.drafts = check_draft(self._bundle, self.precision, draft)
         self.draft = draft
         self._intake = Intake(self._bundle)
         box = Box(self._bundle, threads, progress)
@@ -234,14 +232,10 @@ class Engine:
         if name == "ngram":
             return BatchLookup()
         entry = draft_entry(self._bundle, self.precision, name)
-        model = self._bundle.manifest.models[entry.model]
         own_model = entry.model != self._bundle.manifest.target
-        hand_over = None
-        own = cache
-        if own_model or entry.kv_dtype != cache.dtype.name:
-            own = KVCache(model, entry.kv_layers, entry.kv_dtype, cache.slots)
+        own, hand_over = draft_cache(self._bundle, entry, cache)
+        if own is not cache:
             self.kv_bytes += own.bytes
-            hand_over = None if own_model else HandOver(cache, own)
         ms = self._target.step_costs(entry)
         return BatchEngineDrafter(name, box.engine(entry), own, ms, injector, own_model=own_model, hand_over=hand_over)
 

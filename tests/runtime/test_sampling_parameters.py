@@ -148,6 +148,7 @@ def test_exact_is_never_switched_off_by_accident(llama_bundle: Path, exact: Any)
 
 def test_equal_numbers_of_other_types_mean_the_same() -> None:
     numbers = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.3}
+    # numpy's scalars are not what the annotations say, and must be taken all the same.
     params = SamplingParams(**{n: np.float64(v) for n, v in numbers.items()}, top_k=np.int64(7))  # type: ignore[arg-type]
     assert params == SamplingParams(**numbers, top_k=7)
     assert {type(getattr(params, n)) for n in numbers} == {float}

@@ -361,6 +361,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_nothing_is_queued(engine: Eng
 
 def test_an_unknown_parameter_is_refused(engine: Engine) -> None:
     with pytest.raises(TypeError, match="best_of"):
+        # Unknown on purpose: what is not supported is refused, not ignored.
         engine.submit(PROMPT, best_of=2)  # type: ignore[call-arg]
 
 

@@ -50,6 +50,7 @@ def test_a_deterministic_request_never_uses_kv_that_an_ordinary_step_wrote(solo:
         with engine_of(solo, window=4, group=1, max_batch=1, in_class=in_class) as engine:
             ordinary = engine.submit(prompt, **options).result(60)
             if engine._target.in_class(engine._target.plain_step(1)):
+                # The bits of the two differ on some boxes only: elsewhere there is nothing to tell apart.
                 pytest.skip("on this box the decode engine's steps lie in the verifier's class")
             longer = [*prompt, *ordinary.token_ids]
             found = engine.submit(longer, deterministic=True, **options).result(60)
