@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
+from .errors import EngineError
 from .intake import Result, result_of
 from .receipt import Receipt
 from .request import Request
@@ -72,10 +73,13 @@ class Handle:
         self._pieces.put(text)
 
     def _end(self, text: str, error: Exception | None) -> None:
+        try:
+            if error is None:
+                receipt = self._make_receipt() if self._make_receipt is not None else None
+                self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
+        except Exception as fault:  # costs this request, not the engine
+            error = EngineError(f"the request ended, but its result cannot be made: {type(fault).__name__}: {fault}")
         self._error = error
-        if error is None:
-            receipt = self._make_receipt() if self._make_receipt is not None else None
-            self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
         self._wake = self._make_receipt = None
         if text:
             self._pieces.put(text)

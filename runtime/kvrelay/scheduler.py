@@ -100,9 +100,9 @@ class Scheduler:
         except BaseException as error:  # a fault of this program: no request may wait for ever
             with self._wake:
                 self._broken = EngineError(f"{type(error).__name__}: {error}")
-            self._end_all(self._broken)
             raise
-        self._end_all(None)
+        finally:
+            self._end_all(self._broken)
 
     def _turn(self) -> bool:
         """Admit, prefill one chunk, advance every active row; False when the engine is closing."""
@@ -129,14 +129,14 @@ class Scheduler:
             rows = list(self._commits.open)
             self._waiting.clear()
         for row in rows:
-            if error is None:
-                row.request.finish_reason = "cancelled"
-                self._commits.finish(row)
-                continue
             try:
-                self._commits.fail(row, error)
-            except Exception:  # by the same fault, perhaps
-                row.handle._end("", error)
+                if error is None:
+                    row.request.finish_reason = "cancelled"
+                    self._commits.finish(row)
+                else:
+                    self._commits.fail(row, error)
+            except Exception as fault:  # in a broken engine by the same fault, perhaps: the others must end too
+                row.handle._end("", error or EngineError(f"{type(fault).__name__}: {fault}"))
 
     def _drop_cancelled(self) -> None:
         with self._wake:

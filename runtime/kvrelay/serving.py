@@ -74,6 +74,7 @@ class Engine:
         if in_class is not None:
             check_flag("in_class", in_class)
         self._bundle = open_bundle(bundle)
+        self._folder = str(self._bundle.path.resolve())  # now: the process may change its working directory
         self.precision = one_of("precision", precision, self._bundle.precisions())
         self.max_batch, self.window, self.group = int(max_batch), int(window), int(group)
         self.drafts = check_draft(self._bundle, self.precision, draft)
@@ -174,7 +175,7 @@ class Engine:
             receipt = partial(
                 receipt_of,
                 request,
-                bundle=self._bundle,
+                folder=self._folder,
                 conditions=self._conditions,
                 group=self.group,
                 window=self.window,

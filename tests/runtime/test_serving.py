@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvrelay import Engine, EngineError, Handle, KvrelayError, ParameterError, Pipeline, PromptError
+from kvrelay import Engine, EngineError, Handle, KvrelayError, ParameterError, Pipeline, PromptError, read_receipt
 from rig import PROMPT, SAMPLED, Solo, Stepped, assert_idle, assert_same, read_all
 
 LONG: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True}
@@ -381,3 +381,26 @@ def test_the_receipt_names_stop_strings_given_in_any_form(engine: Engine, solo: 
         found = engine.submit(PROMPT, deterministic=True, stop=form, **LONG).result(60)
         assert found.finish_reason == "stop"
         assert found.receipt is not None and found.receipt.options["stop"] == [stop]
+
+
+def test_a_receipt_names_the_bundles_folder_wherever_the_process_stands(
+    batch_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(batch_bundle.parent)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    with Engine(batch_bundle.name, max_batch=2) as engine:
+        for folder in (tmp_path, gone):
+            monkeypatch.chdir(folder)
+            if folder is gone:
+                gone.rmdir()
+            receipt = engine.submit(PROMPT, deterministic=True, max_new_tokens=3).result(60).receipt
+            assert receipt is not None and Path(receipt.bundle) == batch_bundle.resolve()
+
+
+def test_a_receipt_is_saved_and_read_under_a_name_or_a_path(engine: Engine, tmp_path: Path) -> None:
+    receipt = engine.submit(PROMPT, deterministic=True, max_new_tokens=3).result(60).receipt
+    assert receipt is not None
+    for path in (str(tmp_path / "name.json"), tmp_path / "path.json"):
+        receipt.save(path)
+        assert read_receipt(path) == receipt
