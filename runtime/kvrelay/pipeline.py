@@ -70,7 +70,7 @@ class Stream:
 
     def cancel(self) -> None:
         """End the generation after the current window. Any thread may call this at any time."""
-        self._request.cancelled.set()
+        self._request.cancelled = True
 
     def close(self) -> None:
         """Give the slot back without finishing.

@@ -111,8 +111,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._target, slots, drafting, injector, in_class=None if in_class is None else bool(in_class)
         )
-        # Also when the engine is dropped without close(), and before the interpreter ends.
-        self._closer = weakref.finalize(self, self._scheduler.close)
+        # When the engine is dropped without close(), and before the interpreter ends.
+        weakref.finalize(self, self._scheduler.close)
 
     def submit(
         self,
@@ -152,7 +152,7 @@ class Engine:
             ParameterError: a parameter is out of range.
             PromptError: the prompt is empty, or does not fit the context.
             ExactnessError: ``deterministic`` cannot be kept on this box; says what differed.
-            EngineError: the engine is closed.
+            EngineError: the engine is closed, or was made before this process was forked.
         """
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -209,8 +209,11 @@ class Engine:
         return dataclasses.replace(self._scheduler.stats)
 
     def close(self) -> None:
-        """End every request that has not ended, as cancelled, and give the memory back."""
-        self._closer()
+        """End every request that has not ended, as cancelled, and give the memory back.
+
+        Every call returns when the engine has stopped, a second one and one in a signal handler too.
+        """
+        self._scheduler.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -82,7 +82,8 @@ def test_text_is_streamed_before_the_end(stepped: Stepped, solo: Solo) -> None:
 
 def test_a_deterministic_request_streams_only_what_was_verified(stepped: Stepped, solo: Solo) -> None:
     handle = stepped.engine.submit(PROMPT, deterministic=True, **LONG)
-    (row,) = [*stepped.engine._scheduler._waiting]
+    stepped.turn()
+    (row,) = stepped.engine._scheduler._commits.open
     candidates = 0
     while stepped.busy:
         stepped.turn()
@@ -237,6 +238,19 @@ def test_an_engine_that_is_dropped_ends_its_thread(batch_bundle: Path, determini
     thread.join(60)
     assert not thread.is_alive()
     assert handle.result().finish_reason == "length"
+
+
+def test_a_handle_that_is_kept_keeps_nothing_of_the_vocabularys_size(stepped: Stepped) -> None:
+    handle = stepped.engine.submit(PROMPT, deterministic=True, max_new_tokens=9, repetition_penalty=1.1)
+    stepped.turn()
+    (row,) = stepped.engine._scheduler._commits.open
+    sampler = weakref.ref(row.request.sampler)
+    del row
+    stepped.drain()
+    gc.collect()
+    assert sampler() is None
+    handle.cancel()
+    assert len(handle.result().token_ids) == 9
 
 
 def test_a_closed_engine_gives_its_memory_back(batch_bundle: Path) -> None:
