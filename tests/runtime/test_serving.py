@@ -349,6 +349,7 @@ def test_an_engine_option_that_does_not_fit_is_refused(
         ({"seed": -1}, "seed=-1: a whole number"),
         ({"stop": [""]}, "at least one character"),
         ({"stop": 3}, "stop=3"),
+        ({"stop": ["a\ud800"]}, "half of a character"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes': True or False"),
         ({"deterministic": "yes"}, "deterministic='yes': True or False"),
     ],
