@@ -48,7 +48,7 @@ class Engine:
         in_class: deterministic requests decode with the batch in a shape of the verifier's class (True, refused where
             there is none), are replayed window by window (False), or whichever costs less now (None).
         faults: faults to inject, for testing.
-        progress: told what takes long on first use.
+        progress: told what takes long on first use; may use what is open, but open nothing.
 
     Raises:
         KvrelayError: the bundle, a parameter or the box does not allow it; the message says which and what would.

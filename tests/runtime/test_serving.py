@@ -419,3 +419,25 @@ def test_a_receipt_is_saved_and_read_under_a_name_or_a_path(engine: Engine, tmp_
     for path in (str(tmp_path / "name.json"), tmp_path / "path.json"):
         receipt.save(path)
         assert read_receipt(path) == receipt
+
+
+@pytest.mark.parametrize("moment", ["loading", "first use"])
+def test_a_progress_function_may_use_what_is_open_and_is_refused_to_open_a_bundle(
+    batch_bundle: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    pipe = Pipeline(batch_bundle, draft="none")
+    stream = pipe.stream(PROMPT, max_new_tokens=9, ignore_eos=True)
+    next(stream)  # its lane is taken: another generation makes one
+    told: list[str] = []
+
+    def progress(line: str) -> None:
+        told.append(line)
+        if line.startswith(moment):
+            assert pipe.generate(PROMPT, max_new_tokens=2).token_ids
+            assert engine.submit(PROMPT, max_new_tokens=2).result(60).token_ids
+            Engine(batch_bundle)
+
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    with pytest.raises(ParameterError, match=r"is opened in a progress function.*before or afterwards"):
+        Engine(batch_bundle, progress=progress)
+    assert told[-1].startswith(moment)
