@@ -166,7 +166,7 @@ class _Run:
 
 
 def _print_line(value: Any) -> None:
-    print(json.dumps(value), flush=True)
+    print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def _line(end: _End) -> dict[str, Any]:
