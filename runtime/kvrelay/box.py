@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,7 +15,7 @@ from .boxcache import cache_directory
 from .bundle import Bundle
 from .costs import Pattern, measure
 from .engine import BoundPass, LoadedEngine
-from .errors import EngineError, ExactnessError
+from .errors import EngineError, ExactnessError, ParameterError
 from .findings import Findings
 from .invariance import Verdict, check_shapes
 from .kv import KVCache
@@ -30,6 +31,7 @@ _STEP_WIDTHS = (1, 2, 4)
 
 _loaded: WeakValueDictionary[tuple[str, str], OrtEngine] = WeakValueDictionary()
 _loading = threading.Lock()
+_telling = threading.local()  # .now: this thread is in a progress function
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,22 @@ class Box:
     Args:
         bundle: the bundle.
         threads: thread count of the process, None for the one in force.
-        progress: told what takes long.
+        progress: told what takes long; may use what is open, but open nothing.
+
+    Raises:
+        ParameterError: it is opened in a progress function.
     """
 
     def __init__(self, bundle: Bundle, threads: int | None, progress: Progress = lambda _: None) -> None:
+        if getattr(_telling, "now", False):
+            # The cache's lock may be held, for which this one would wait for ever.
+            raise ParameterError(
+                f"{bundle.path} is opened in a progress function, while another bundle is being opened: "
+                "open it before or afterwards"
+            )
         self.bundle = bundle
         self.threads = use_threads(threads)
-        self._progress = progress
+        self._progress = partial(_tell, progress)
         self._cache: Path = cache_directory(bundle.path)
         self.findings = Findings(self._cache, self.threads)
         self._engines: dict[str, OrtEngine] = {}
@@ -72,9 +83,12 @@ class Box:
                 return self._engines[entry.name]  # whatever became of the files since
             file = prepare(self.bundle.path / entry.file.path, entry.file.sha256, self._cache)
             key = (str(file.resolve()), entry.name)
+            known = key in _loaded
+        if not known:
+            self._progress(f"loading {entry.name}")  # without the lock, which what it uses may need
+        with _loading:
             engine = _loaded.get(key)
             if engine is None:
-                self._progress(f"loading {entry.name}")
                 try:
                     engine = _loaded[key] = OrtEngine(entry, file, prepared=True)
                 except EngineError as error:
@@ -217,6 +231,14 @@ class Box:
             "draft_ms": {name: ms[f"draft {name} {width}"] for name, width in best.items()},
             "draft_width": best,
         }
+
+
+def _tell(progress: Progress, line: str) -> None:
+    _telling.now = True
+    try:
+        progress(line)
+    finally:
+        _telling.now = False
 
 
 def exact_refusal(outside: Mapping[str, str | None], verify: list[EngineEntry]) -> str | None:

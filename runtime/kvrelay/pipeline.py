@@ -70,7 +70,7 @@ class Stream:
 
     def cancel(self) -> None:
         """End the generation after the current window. Any thread may call this at any time."""
-        self._request.cancelled.set()
+        self._request.cancelled = True
 
     def close(self) -> None:
         """Give the slot back without finishing.
@@ -111,7 +111,7 @@ class Pipeline:
         threads: thread count of the process; None for the count in force.
         exact: commit only through verify engines of one shape class, so that the output does not depend, bit for bit,
             on the draft, its length or the window. False lets plain steps use the faster decode engine.
-        progress: told what takes long on first use.
+        progress: told what takes long on first use; may use what is open, but open nothing.
 
     Raises:
         KvrelayError: the bundle, a parameter or the box does not allow it; the message says which and what would.

@@ -48,7 +48,7 @@ class Engine:
         in_class: deterministic requests decode with the batch in a shape of the verifier's class (True, refused where
             there is none), are replayed window by window (False), or whichever costs less now (None).
         faults: faults to inject, for testing.
-        progress: told what takes long on first use.
+        progress: told what takes long on first use; may use what is open, but open nothing.
 
     Raises:
         KvrelayError: the bundle, a parameter or the box does not allow it; the message says which and what would.
@@ -74,6 +74,7 @@ class Engine:
         if in_class is not None:
             check_flag("in_class", in_class)
         self._bundle = open_bundle(bundle)
+        self._folder = str(self._bundle.path.resolve())  # now: the process may change its working directory
         self.precision = one_of("precision", precision, self._bundle.precisions())
         self.max_batch, self.window, self.group = int(max_batch), int(window), int(group)
         self.drafts = check_draft(self._bundle, self.precision, draft)
@@ -110,8 +111,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._target, slots, drafting, injector, in_class=None if in_class is None else bool(in_class)
         )
-        # Also when the engine is dropped without close(), and before the interpreter ends.
-        self._closer = weakref.finalize(self, self._scheduler.close)
+        # When the engine is dropped without close(), and before the interpreter ends.
+        weakref.finalize(self, self._scheduler.close)
 
     def submit(
         self,
@@ -151,7 +152,7 @@ class Engine:
             ParameterError: a parameter is out of range.
             PromptError: the prompt is empty, or does not fit the context.
             ExactnessError: ``deterministic`` cannot be kept on this box; says what differed.
-            EngineError: the engine is closed.
+            EngineError: the engine is closed, or was made before this process was forked.
         """
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -174,7 +175,7 @@ class Engine:
             receipt = partial(
                 receipt_of,
                 request,
-                bundle=self._bundle,
+                folder=self._folder,
                 conditions=self._conditions,
                 group=self.group,
                 window=self.window,
@@ -208,8 +209,11 @@ class Engine:
         return dataclasses.replace(self._scheduler.stats)
 
     def close(self) -> None:
-        """End every request that has not ended, as cancelled, and give the memory back."""
-        self._closer()
+        """End every request that has not ended, as cancelled, and give the memory back.
+
+        Every call returns when the engine has stopped, a second one and one in a signal handler too.
+        """
+        self._scheduler.close()
 
     def __enter__(self) -> Engine:
         return self
