@@ -139,7 +139,7 @@ class Stage:
         """Make the engine as new, under this schedule's settings."""
         engine = stepped.engine
         scheduler = engine._scheduler
-        scheduler._in_class = schedule.in_class
+        scheduler._steps.in_class = schedule.in_class
         scheduler._slots.kept = [Kept() for _ in scheduler._slots.kept]
         scheduler._injector._faults = schedule.faults
         scheduler._injector._random = np.random.default_rng(schedule.faults.seed)
@@ -225,6 +225,10 @@ def stage(bundles: dict[str, Path]) -> Iterator[Stage]:
         stepped.engine.close()
         stats = stepped.engine.stats
         assert stats.submitted == stats.finished + stats.cancelled + stats.failed
+        made.count("replays", stats.replays)
+        made.count("replays rolled back", stats.rollbacks)
+    for what in ("replays", "replays rolled back"):  # a setting that no longer reaches the loop would leave them out
+        assert made.seen.get(what, 0) > 0, f"{what}: {made.seen}"
 
 
 def assert_schedules_were_mixed(stage: Stage) -> None:
