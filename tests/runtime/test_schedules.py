@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvrelay import Engine, Faults, Handle, KvrelayError
 from kvrelay.slots import Kept
-from rig import Solo, Stepped, assert_counted, assert_idle, assert_same, assert_valid, make_drafting_pay, outcome
+from rig import VOCAB, Solo, Stepped, assert_counted, assert_idle, assert_same, assert_valid, make_drafting_pay, outcome
 
 CONTEXT = 256
 _BASE = [(7 * i) % 250 + 4 for i in range(CONTEXT)]
@@ -248,6 +248,20 @@ def property_of(examples: int, **options: Any) -> Callable[[Callable[[Schedule],
         return bounded(given(SCHEDULE)(check))
 
     return wrap
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_a_token_that_is_not_the_targets_would_be_noticed(batch_bundle: Path, sampling: dict[str, Any]) -> None:
+    """The check of ordinary outputs forgives rounding errors and nothing else."""
+    solo = Solo(batch_bundle)
+    options = {"max_new_tokens": 9, "ignore_eos": True, **sampling}
+    result = solo(PROMPTS[2], **options)
+    assert_valid(result, solo, PROMPTS[2], **options)
+    for at in range(9):
+        ids = list(result.token_ids)
+        ids[at] = (ids[at] + 1) % VOCAB
+        with pytest.raises(AssertionError, match="is not the target's"):
+            assert_valid(replace(result, token_ids=ids), solo, PROMPTS[2], **options)
 
 
 def test_no_schedule_changes_an_output_leaks_or_hangs(stage: Stage) -> None:
