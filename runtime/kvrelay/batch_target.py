@@ -116,8 +116,13 @@ class BatchTarget:
 
     @property
     def aligned(self) -> bool:
-        """Windows must begin at absolute multiples of the window: the place of a token in it matters here."""
+        """Windows must begin at absolute multiples of the window: not all that commits lies in one class here."""
         return not (self.in_class(self.main) and self.in_class(self._prefill))
+
+    @property
+    def windows(self) -> str:
+        """How windows lie: "sliding", or "aligned to N in GxN": in that shape alone."""
+        return f"aligned to {self.window} in {self.group}x{self.window}" if self.aligned else "sliding"
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -145,7 +150,7 @@ class BatchTarget:
         """
         if self.aligned:
             why = windows_refusal(self.verdicts, (self.main, self._prefill))
-            why = why or f"the place in a window matters to {self.main.name}, so windows are aligned and replayed"
+            why = why or f"{self._why_aligned()}, so windows are aligned and replayed"
             raise ExactnessError(f"in_class=True cannot be kept on this box: {why}; leave in_class out")
         for batch in range(1, max_batch + 1):
             if self.class_step(batch) is None:
@@ -163,9 +168,15 @@ class BatchTarget:
     def describe(self) -> str:
         """Say how deterministic requests are committed."""
         if self.aligned:
-            return f"replayed in {self.main.name}, windows aligned to multiples of {self.window}"
+            aligned = f"windows aligned to multiples of {self.window}"
+            return f"replayed in {self.main.name}, {aligned}, because {self._why_aligned()}"
         names = sorted({step.name for b in self._shapes.plain if (step := self.class_step(b)) is not None})
         return f"committed in one shape class: {', '.join(names) or 'no step'}, or replayed in {self.main.name}"
+
+    def _why_aligned(self) -> str:
+        outside = [s for s in (self.main, self._prefill) if not self.in_class(s)]
+        found = "; ".join(f"{s.name}: {self.verdicts[s.name].outside}" for s in outside)
+        return f"outside the verifier's shape class lies {found}"
 
     def replay_shapes(self) -> list[Shape]:
         """Verify shapes that may commit deterministic requests: one class, or where windows are aligned one shape."""

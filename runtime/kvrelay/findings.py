@@ -16,6 +16,9 @@ __all__ = ["Findings"]
 
 _T = TypeVar("_T")
 
+# Of what is stored. 2: the names of shapes tell their logit rows; before, shapes of other rows shared findings.
+_FORMAT = "2"
+
 
 class Findings:
     """Findings under one kvrelay, library version, CPU and thread count: each combination has files of its own.
@@ -55,7 +58,7 @@ class Findings:
         return read(found)
 
     def _file(self, kind: str, precision: str) -> Path:
-        facts = (version("kvrelay"), onnxruntime().__version__, cpu_identity(), str(self._threads))
+        facts = (_FORMAT, version("kvrelay"), onnxruntime().__version__, cpu_identity(), str(self._threads))
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         return self._folder / f"{kind}-{precision}-{key}.json"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -132,10 +133,14 @@ def _named(box: Box, name: str) -> Shape:
     """Return the shape that :attr:`Shape.name` calls ``name``."""
     engine, _, sizes = name.rpartition("@")
     entry = next((e for e in box.bundle.manifest.engines if e.name == engine), None)
-    batch, _, width = sizes.partition("x")
-    if entry is None or not (batch.isdecimal() and width.isdecimal()):
-        raise ParameterError(f"--shapes {name}: this bundle has no such shape, give ENGINE@BATCHxWIDTH")
-    return box.shape(entry, int(batch), int(width))
+    given = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:r([1-9]\d*))?", sizes)
+    shape = box.shape(entry, *(int(size or 1) for size in given.groups())) if entry and given else None
+    if shape is None or shape.name != name:
+        raise ParameterError(
+            f"--shapes {name}: this bundle has no such shape, give ENGINE@BATCHxWIDTH, and behind it rROWS if a "
+            "dynamic engine gives more than one row of logits"
+        )
+    return shape
 
 
 def _main() -> None:

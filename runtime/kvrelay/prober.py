@@ -87,13 +87,12 @@ class Prober:
         self.filled = depth
 
     def _logits_of_reference(self, at: int) -> npt.NDArray[np.float32]:
-        """Return its logits ``[S, V]`` of the window at entry ``at``, by one run for each if it gives one row."""
+        """Return its logits ``[S, V]`` of the window at entry ``at``, by as many runs as its rows need for them."""
         width, rows = self.reference.width, self.reference.rows
-        places = [[place] for place in range(width)] if rows == 1 else [list(range(rows))]
         found = []
-        for wanted in places:
-            self._feed(self._reference, at, wanted)
-            found.append(self._reference.logits[0].copy())
+        for first in range(0, width, rows):
+            self._feed(self._reference, at, [min(first + row, width - 1) for row in range(rows)])
+            found.append(self._reference.logits[0, : width - first].copy())
         return np.concatenate(found)
 
     def _feed(self, bound: BoundPass, at: int, logit_rows: Sequence[int]) -> None:
@@ -170,8 +169,8 @@ class Prober:
         at = self.depth + offset
         where = f"in row {row} at context {at}" if shape.batch > 1 else f"at context {at}"
         if wanted is not None:
-            got = bound.logits[row, :real]
-            wanted = wanted[-1:] if shape.rows == 1 else wanted
+            got = bound.logits[row, : min(real, shape.rows)]
+            wanted = wanted[-1:] if shape.rows == 1 else wanted[: shape.rows]
             if not _same_bits(got, wanted):
                 return f"logits differ by up to {np.abs(got - wanted).max():.2g} {where}"
         for name, kept in zip(self.names, entries, strict=True):

@@ -38,7 +38,7 @@ class Conditions(Strict):
     manifest_sha256: str
     precision: str
     engines: dict[str, str]  # SHA-256 of each engine that may have committed, by name
-    windows: str  # "sliding", or "aligned to N": windows then begin at absolute multiples of N
+    windows: str  # "sliding", or "aligned to N in GxN": then at absolute multiples of N, in that shape alone
 
     def differences(self, other: Conditions) -> dict[str, tuple[Any, Any]]:
         """Return the fields that differ, with both values."""

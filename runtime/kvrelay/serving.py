@@ -106,7 +106,7 @@ class Engine:
             self.precision,
             self.threads,
             self._target.committing_engines(),
-            f"aligned to {self.window}" if self._target.aligned else "sliding",
+            self._target.windows,
         )
         self._scheduler = Scheduler(
             self._target, slots, drafting, injector, in_class=None if in_class is None else bool(in_class)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["Shape", "TargetShapes", "shape_name", "target_shapes"]
 
 
-def shape_name(engine: str, batch: int, width: int) -> str:
-    """Name of an engine at one shape."""
-    return f"{engine}@{batch}x{width}"
+def shape_name(engine: str, batch: int, width: int, rows: int = 1) -> str:
+    """Name of an engine at one shape; ``rows``, if more than one, where the caller chooses how many logit rows."""
+    return f"{engine}@{batch}x{width}" + (f"r{rows}" if rows > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,9 @@ class Shape:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", shape_name(self.engine.entry.name, self.batch, self.width))
+        entry = self.engine.entry
+        chosen = self.rows if entry.rows is None else 1  # other rows may have other bits, and cost more
+        object.__setattr__(self, "name", shape_name(entry.name, self.batch, self.width, chosen))
 
 
 @dataclass(frozen=True, slots=True)

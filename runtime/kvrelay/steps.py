@@ -103,7 +103,10 @@ class Steps:
                 self._commits.fail(rows[0], error)
                 return
             for row, drafted in zip(rows, step.drafted, strict=True):
-                self.run(self._alone(step, drafted), [row])
+                if (alone := self._alone(step, row, drafted)) is not None:
+                    self.run(alone, [row])
+                else:
+                    self._replays.replay([row])
             return
         seconds = time.perf_counter() - started
         self._stats.steps += 1
@@ -118,13 +121,16 @@ class Steps:
                 row.request.stats.verify_seconds += seconds
                 self._commit_step(row, drafted, logits[index], canonical=canonical)
 
-    def _alone(self, step: Step, drafted: list[int]) -> Step:
-        """Return the step for one row of a pass that failed."""
+    def _alone(self, step: Step, row: Row, drafted: list[int]) -> Step | None:
+        """Return the step for one row of a pass that failed; None if only a replay can commit the row."""
         target = self._target
-        plain = target.class_step(1) if step.commits else target.plain_step(1)
-        assert plain is not None
         wide = [s for s in target.wide_steps(1, in_class=step.commits) if s.width > len(drafted)]
-        return Step(wide[0], step.commits, [drafted]) if drafted and wide else Step(plain, step.commits, [[]])
+        if drafted and wide:
+            return Step(wide[0], step.commits, [drafted])
+        plain = target.class_step(1) if step.commits else None
+        if step.commits and row.deterministic and plain is None:  # larger batches have a shape in the class
+            return None
+        return Step(plain or target.plain_step(1), step.commits, [[]])
 
     def _commit_step(self, row: Row, drafted: list[int], logits: Logits, *, canonical: bool) -> None:
         length = len(row.request.tokens)

@@ -83,7 +83,7 @@ def test_every_condition_that_changed_is_listed_with_both_values(receipt: Path, 
         conditions["engines"]["fp32-step"] = "f" * 64
         conditions["engines"]["fp32-old"] = "e" * 64
         del conditions["engines"]["fp32-verify-1x2"]
-        conditions.update(backend="onnxruntime 0.0", windows="aligned to 8", threads=1)
+        conditions.update(backend="onnxruntime 0.0", windows="aligned to 8 in 4x8", threads=1)
 
     file = edited(receipt, tmp_path, edit)
     here = json.loads(receipt.read_text())["conditions"]
@@ -95,7 +95,7 @@ def test_every_condition_that_changed_is_listed_with_both_values(receipt: Path, 
         f"condition engine fp32-old: {'e' * 64} in the receipt, absent here",
         f"condition engine fp32-step: {'f' * 64} in the receipt, {step} here",
         f"condition engine fp32-verify-1x2: absent in the receipt, {verify} here",
-        "condition windows: aligned to 8 in the receipt, sliding here",
+        "condition windows: aligned to 8 in 4x8 in the receipt, sliding here",
         "reproduced, bit for bit: 30 tokens",
     ]
 

@@ -274,7 +274,12 @@ def assert_valid(result: Result, solo: Solo, prompt: Sequence[int], **options: A
         if request.sampler.pick(row, position) != token:
             nudged = row.copy()
             nudged[token] += error
-            assert request.sampler.pick(nudged, position) == token, f"token {token} at {position} is not the target's"
+            # Behind each wrong winner another token may come into a filter, or itself be a tie at its edge.
+            lowered: set[int] = set()
+            while (winner := request.sampler.pick(nudged, position)) != token:
+                assert winner not in lowered and len(lowered) < 8, f"token {token} at {position} is not the target's"
+                nudged[winner] -= error
+                lowered.add(winner)
         known = row[: request.sampler.vocab_size].astype(np.float64)
         known -= known.max()
         assert abs(known[token] - np.log(np.exp(known).sum()) - score) < error

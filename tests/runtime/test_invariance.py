@@ -178,6 +178,48 @@ def test_results_that_change_from_run_to_run_are_found(box: Box, shapes: TargetS
     assert verdict.unstable is not None and "repeated runs" in verdict.unstable
 
 
+def test_shapes_that_differ_in_logit_rows_have_names_verdicts_and_costs_of_their_own(
+    box: Box, shapes: TargetShapes
+) -> None:
+    one = shapes.doubled[2]
+    two = box.shape(one.engine.entry, 2, 2, 2)
+    assert (one.name, two.name) == ("fp32-decode@2x2", "fp32-decode@2x2r2")
+    assert shapes.prefill.name == "fp32-prefill-1x16@1x16", "fixed rows are the engine's own"
+    assert by_width(shapes, 8).name == "fp32-verify-1x8@1x8"
+    found = check_shapes(box.bundle.target, [one, doctored(two, add(1.0))], box.reference("fp32"))
+    assert found[one.name] == verdict_of(box, one)
+    assert found[two.name].outside is not None and "logits differ" in found[two.name].outside
+    assert set(box.batch_ms("fp32", [one, two])) == {one.name, two.name}
+
+
+@pytest.mark.parametrize(("width", "rows"), [(4, 2), (4, 3), (8, 5)])
+def test_shapes_that_give_some_rows_of_their_window_are_compared_in_those(
+    box: Box, shapes: TargetShapes, width: int, rows: int
+) -> None:
+    def last(bound: Any, _cache: KVCache) -> None:
+        bound.logits[-1, -1] += np.float32(1e-3)
+
+    shape = box.shape(shapes.plain[1].engine.entry, 2, width, rows)
+    verdict = verdict_of(box, shape)
+    assert verdict.unstable is None
+    odd = verdict_of(box, doctored(shape, last))
+    assert odd.outside is not None and odd.outside.startswith("logits differ by up to")
+    # As a reference it gives the rest of its window in further runs.
+    classes = classes_of(box, [doctored(shape, add(1.0)), doctored(shapes.plain[3], add(1.0))])
+    assert classes[0] == [] and shape.name in classes[1]
+
+
+def test_findings_from_before_names_told_rows_are_not_read(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stored(kind: str) -> list[str]:
+        return box.findings.remembered(kind, "fp32", "key", lambda: ["found anew"], list, again=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrelay.findings._FORMAT", "1")
+        assert box.findings.remembered("kind", "fp32", "key", lambda: ["old"], list, again=True) == ["old"]
+        assert stored("kind") == ["old"]
+    assert stored("kind") == ["found anew"]
+
+
 def test_engines_that_quantise_activations_lie_in_no_class(dynamic_box: Box) -> None:
     shapes = target_shapes(dynamic_box, "int8-dynamic", max_batch=2)
     verdicts = dynamic_box.verdicts("int8-dynamic", shapes.all)
@@ -271,9 +313,18 @@ def test_a_prompt_continued_from_its_middle_in_another_class_is_noticed(box: Box
     assert not fingerprint(box, "fp32", [shapes.prefill, doctored(by_width(shapes, 4), change)]).prefix_kept
 
 
-def test_a_process_that_fails_says_why(box: Box) -> None:
+def test_fingerprints_of_other_logit_rows_are_told_apart(box: Box, shapes: TargetShapes) -> None:
+    one = shapes.doubled[2]
+    some = [shapes.prefill, one, box.shape(one.engine.entry, 2, 2, 2)]
+    elsewhere = fingerprint_elsewhere(box.bundle.path, "fp32", box.threads, [s.name for s in some])
+    assert elsewhere == fingerprint(box, "fp32", some)
+    assert elsewhere.sha256[some[1].name] != elsewhere.sha256[some[2].name]
+
+
+@pytest.mark.parametrize("name", ["fp32-nothing@1x1", "fp32-decode@1x0", "fp32-decode@1x2r1", "fp32-verify-1x8@1x4"])
+def test_a_process_that_fails_says_why(box: Box, name: str) -> None:
     with pytest.raises(EngineError, match=r"a process that checks fp32 on 1 thread\(s\) failed: .*no such shape"):
-        fingerprint_elsewhere(box.bundle.path, "fp32", 1, ["fp32-nothing@1x1"])
+        fingerprint_elsewhere(box.bundle.path, "fp32", 1, [name])
 
 
 def test_a_survey_reports_what_other_processes_changed(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

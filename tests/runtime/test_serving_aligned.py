@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kvrelay import Engine, ExactnessError, Faults, Result
 from kvrelay.batch_target import BatchTarget, Feed
+from kvrelay.box import Box
 from kvrelay.invariance import Verdict
 from kvrelay.shapes import Shape
 from rig import PROMPT, SAMPLED, Solo, assert_counted, assert_idle, assert_same, assert_valid
@@ -105,8 +106,34 @@ def test_aligned_engines_refuse_to_decode_inside_the_class(tied_bundle: Path) ->
     with Engine(tied_bundle, window=8, group=4, max_batch=2) as engine:
         Placed(engine._target)
         assert engine._target.class_step(1) is None
-        with pytest.raises(ExactnessError, match="the place in a window matters"):
+        with pytest.raises(ExactnessError) as error:
             engine._target.require_class_steps(2)
+        assert str(error.value) == (
+            "in_class=True cannot be kept on this box: outside the verifier's shape class lies "
+            "fp32-verify-4x8@4x8: logits differ at other places, so windows are aligned and replayed; "
+            "leave in_class out"
+        )
+
+
+def test_a_prefill_outside_the_class_is_named_as_the_reason_and_the_receipt_names_the_shape(
+    tied_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = Box.verdicts
+
+    def outside(box: Box, precision: str, shapes: Sequence[Shape], **options: bool) -> dict[str, Verdict]:
+        found = verdicts(box, precision, shapes, **options)
+        return {n: Verdict("KV entries differ at context 3", None) if "prefill" in n else v for n, v in found.items()}
+
+    monkeypatch.setattr(Box, "verdicts", outside)
+    reason = "outside the verifier's shape class lies fp32-prefill-1x16@1x16: KV entries differ at context 3"
+    with pytest.raises(ExactnessError, match=f"in_class=True cannot be kept on this box: {reason}, so windows"):
+        Engine(tied_bundle, window=8, group=4, max_batch=2, in_class=True)
+    for group, window in ((4, 8), (1, 16)):
+        with Engine(tied_bundle, window=window, group=group, max_batch=2) as engine:
+            result = engine.submit(PROMPT, deterministic=True, max_new_tokens=9).result(60)
+            assert result.receipt is not None
+            assert result.receipt.conditions.windows == f"aligned to {window} in {group}x{window}"
+            assert f"aligned to multiples of {window}, because {reason}" in result.stats.policy
 
 
 @pytest.mark.parametrize("which", ["main", "_prefill"])

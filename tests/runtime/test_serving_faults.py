@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kvrelay import Engine, EngineError, Faults, Handle, KvrelayError, ParameterError, Result, commits, serving
+from kvrelay import (
+    Engine,
+    EngineError,
+    ExactnessError,
+    Faults,
+    Handle,
+    KvrelayError,
+    ParameterError,
+    Result,
+    commits,
+    serving,
+)
 from kvrelay.batch_drafting import Drafting
-from kvrelay.batch_target import BatchTarget
+from kvrelay.batch_target import BatchTarget, Feed
 from kvrelay.commits import Commits
+from kvrelay.invariance import Verdict
 from kvrelay.kv import KVCache
+from kvrelay.shapes import Shape
 from kvrelay.slots import Slots
 from rig import (
     PROMPT,
@@ -146,6 +159,33 @@ def test_a_pass_that_fails_is_tried_row_by_row(solo: Solo, monkeypatch: pytest.M
         _, errors = serve(engine, solo)
     assert errors == []
     assert engine.stats.group_places == engine.stats.windows > 0
+
+
+def test_a_row_that_has_no_step_in_the_class_alone_is_replayed_when_the_batchs_pass_fails(solo: Solo) -> None:
+    """On some CPUs one row is computed in another kernel than several: steps of two lie in the class, of one do not."""
+    with engine_of(solo, in_class=None, max_batch=3) as engine:
+        make_drafting_pay(engine)  # all shapes cost the same, so batches decode inside the class
+        target, run = engine._target, engine._target.run
+        for shape in target._shapes.single_steps(1):
+            target.verdicts[shape.name] = Verdict("logits differ at context 3", None)
+        assert target.class_step(1) is None and not target.aligned
+        in_class = [b for b in (2, 3) if target.class_step(b) is not None]
+        assert in_class, "batches decode inside the class"
+        failed: list[int] = []
+
+        def failing(shape: Shape, slot: int, feeds: Sequence[Feed]) -> Any:
+            if shape.width == 1 and shape.batch in in_class:
+                failed.append(shape.batch)
+                raise EngineError("mine")
+            return run(shape, slot, feeds)
+
+        target.run = failing
+        results, errors = serve(engine, solo)
+        assert not errors and len(results) == len(ASKS)
+        assert set(failed) == set(in_class)
+        assert engine.stats.replays > 0
+        with pytest.raises(ExactnessError, match=r"no step of 1 row\(s\) lies in the verifier's shape class"):
+            target.require_class_steps(3)
 
 
 def test_values_that_are_not_numbers_fail_their_row_and_clear_its_slot(

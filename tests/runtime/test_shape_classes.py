@@ -41,10 +41,16 @@ def test_without_exact_plain_steps_take_the_decode_engine(llama_bundle: Path) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_verify_and_prefill_engines_are_of_one_class_here(llama_bundle: Path, precision: str) -> None:
-    facts = plain(llama_bundle, precision)._lanes.facts
-    outside = {name for name, why in facts.outside.items() if why is not None}
-    assert outside <= {f"{precision}-decode@1x1"}
-    assert {f"{precision}-verify-1x{n}@1x{n}" for n in (2, 4, 8, 16)} <= set(facts.outside)
+    pipe = plain(llama_bundle, precision)
+    outside = pipe._lanes.facts.outside
+    inside = {name for name, why in outside.items() if why is None}
+    assert {f"{precision}-verify-1x{n}@1x{n}" for n in (2, 4, 8, 16)} <= inside
+    assert f"{precision}-prefill-1x16@1x16" in inside
+    # Products of a single row are another kernel on some CPUs: what they give may lie apart, and then commits nothing.
+    assert set(outside) - inside <= {f"{precision}-decode@1x1", f"{precision}-step@1x1"}
+    plain_pass: Any = pipe._lanes.free[0].target._plain
+    assert plain_pass._name != f"{precision}-decode"
+    assert plain_pass._name != f"{precision}-step" or f"{precision}-step@1x1" in inside
 
 
 def test_a_window_outside_the_class_is_left_out_or_refused(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
