@@ -6,6 +6,7 @@ __all__ = [
     "BackendMissingError",
     "BundleError",
     "CacheDirectoryError",
+    "DeviceError",
     "EngineError",
     "ExactnessError",
     "KvrelayError",
@@ -30,6 +31,10 @@ class BackendMissingError(KvrelayError):
 
 class CacheDirectoryError(KvrelayError):
     """The box's cache cannot be written."""
+
+
+class DeviceError(KvrelayError):
+    """There is no GPU that can be used, or an engine would not run on it."""
 
 
 class EngineError(KvrelayError):
