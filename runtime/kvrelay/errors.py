@@ -6,7 +6,7 @@ __all__ = [
     "BackendMissingError",
     "BundleError",
     "CacheDirectoryError",
-    "DeviceError",
+    "CudaError",
     "EngineError",
     "ExactnessError",
     "KvrelayError",
@@ -33,12 +33,12 @@ class CacheDirectoryError(KvrelayError):
     """The box's cache cannot be written."""
 
 
-class DeviceError(KvrelayError):
-    """There is no GPU that can be used, or an engine would not run on it."""
-
-
 class EngineError(KvrelayError):
     """An engine failed to load or run, or returned values that are not numbers."""
+
+
+class CudaError(EngineError):
+    """A call of CUDA failed, or there is no GPU."""
 
 
 class ExactnessError(KvrelayError):

@@ -6,8 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import DeviceError
-from .trt.library import cuda_runtime
+from .cuda import CudaError, check, runtime
 
 __all__ = ["Gpu", "cuda_versions", "gpus", "require_gpu"]
 
@@ -16,11 +15,10 @@ __all__ = ["Gpu", "cuda_versions", "gpus", "require_gpu"]
 class Gpu:
     """One GPU."""
 
-    index: int
     name: str
     compute_capability: str  # "sm87"
-    bytes: int  # of its memory; a Jetson shares it with the CPU
-    integrated: bool  # it has no memory of its own
+    bytes: int  # of its memory; an integrated one shares the CPU's
+    integrated: bool
 
     @property
     def identity(self) -> str:
@@ -29,27 +27,27 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs that CUDA offers, at least one.
+    """Return the GPUs that CUDA shows to the process, at least one.
 
     Raises:
         BackendMissingError: CUDA's Python bindings are not installed.
-        DeviceError: there is no GPU, or no driver that fits; says what CUDA says.
+        CudaError: there is no GPU, or no driver that fits; says what CUDA says.
     """
-    count = _value("cudaGetDeviceCount")
-    return [_gpu(index, _value("cudaGetDeviceProperties", index)) for index in range(count)]
+    cuda = runtime()
+    count = _answer(cuda, "cudaGetDeviceCount", "count the GPUs of this box")
+    if count < 1:
+        raise CudaError("CUDA shows no GPU: look at CUDA_VISIBLE_DEVICES and at nvidia-smi")
+    return [_gpu(check(cuda.cudaGetDeviceProperties(i), f"read what GPU {i} is")) for i in range(count)]
 
 
-def require_gpu(index: int = 0) -> Gpu:
-    """Return the GPU ``index``.
+def require_gpu() -> Gpu:
+    """Return the GPU that engines of this process run on: the first.
 
     Raises:
         BackendMissingError: CUDA's Python bindings are not installed.
-        DeviceError: there is none; says what CUDA says.
+        CudaError: there is none; says what CUDA says.
     """
-    found = gpus()
-    if index >= len(found):
-        raise DeviceError(f"no GPU {index}: this box has {len(found)}")
-    return found[index]
+    return gpus()[0]
 
 
 def cuda_versions() -> tuple[str, str]:
@@ -57,34 +55,28 @@ def cuda_versions() -> tuple[str, str]:
 
     Raises:
         BackendMissingError: CUDA's Python bindings are not installed.
-        DeviceError: the runtime library cannot be loaded.
+        CudaError: the runtime library cannot be loaded.
     """
-    return _version(_value("cudaDriverGetVersion")), _version(_value("cudaRuntimeGetVersion"))
+    cuda = runtime()
+    driver = _answer(cuda, "cudaDriverGetVersion", "read the driver's version")
+    library = _answer(cuda, "cudaRuntimeGetVersion", "read its own version")
+    return _version(driver), _version(library)
 
 
 def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}" if number else "none"
 
 
-def _value(call: str, *arguments: Any) -> Any:
-    """Call CUDA's runtime: its functions return an error code before the value, and do not raise."""
-    cuda = cuda_runtime()
+def _answer(cuda: Any, call: str, doing: str) -> int:
     try:
-        error, value = getattr(cuda, call)(*arguments)
-    except RuntimeError as missing:  # the bindings load libcudart on the first call
-        raise DeviceError(f"no GPU can be used: {' '.join(str(missing).split())}") from None
-    if int(error) != 0:
-        text = cuda.cudaGetErrorString(error)[1]
-        why = text.decode() if isinstance(text, bytes) else str(text)
-        raise DeviceError(f"no GPU can be used: {call} says {error.name}: {why}")
-    return value
+        return int(check(getattr(cuda, call)(), doing))
+    except RuntimeError as error:  # the bindings load the library on the first call
+        raise CudaError(f"CUDA cannot {doing}: {' '.join(str(error).split())}") from None
 
 
-def _gpu(index: int, properties: Any) -> Gpu:
-    name = properties.name
+def _gpu(properties: Any) -> Gpu:
     return Gpu(
-        index=index,
-        name=(name.decode() if isinstance(name, bytes) else str(name)).rstrip("\0"),
+        name=bytes(properties.name).split(b"\0")[0].decode(),
         compute_capability=f"sm{properties.major}{properties.minor}",
         bytes=int(properties.totalGlobalMem),
         integrated=bool(properties.integrated),

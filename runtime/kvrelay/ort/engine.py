@@ -33,8 +33,8 @@ class OrtEngine:
         gpu: the GPU that it runs on, None for the CPU.
 
     Raises:
-        EngineError: ONNX Runtime refuses the file, or its shapes are not those of the manifest.
-        DeviceError: it would not run on ``gpu``.
+        EngineError: ONNX Runtime refuses the file, its shapes are not those of the manifest, or it would not run on
+            ``gpu``.
     """
 
     def __init__(self, entry: EngineEntry, file: Path, *, prepared: bool, gpu: OrtGpu | None = None) -> None:

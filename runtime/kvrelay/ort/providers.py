@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..errors import BackendMissingError, DeviceError, ParameterError
+from ..errors import BackendMissingError, CudaError, EngineError, ParameterError
 from .library import onnxruntime
 
 __all__ = ["PROVIDERS", "check_assignment", "check_providers", "parse_providers", "preload", "why_not"]
@@ -72,13 +72,13 @@ def check_assignment(session: Any, wanted: tuple[str, ...], engine: str) -> None
         engine: its name, for the message.
 
     Raises:
-        DeviceError: the wanted provider did not start, or operators other than arithmetic on lengths fell to a
+        EngineError: the wanted provider did not start, or operators other than arithmetic on lengths fell to a
             provider that was not named.
     """
     running = session.get_providers()
     for name in wanted:
         if PROVIDERS[name] not in running:
-            raise DeviceError(
+            raise EngineError(
                 f"engine {engine}: ONNX Runtime fell back to {running[0]}, {PROVIDERS[name]} did not start: "
                 f"{why_not(name)}"
             )
@@ -92,7 +92,7 @@ def check_assignment(session: Any, wanted: tuple[str, ...], engine: str) -> None
     )
     if strays:
         shown = ", ".join(f"{count} x {op}" for op, count in strays.most_common(4))
-        raise DeviceError(
+        raise EngineError(
             f"engine {engine}: {PROVIDERS[wanted[0]]} does not run {shown}, which would fall back to the CPU; "
             f'allow that with provider="{",".join(wanted)},cpu", or use a bundle of the dialect standard in fp16'
         )
@@ -111,7 +111,7 @@ def why_not(provider: str) -> str:
         return f"{error}; {_remedy(provider)}"
     try:
         gpus()
-    except (BackendMissingError, DeviceError) as error:
+    except (BackendMissingError, CudaError) as error:
         return str(error)
     return "ONNX Runtime's log says why"
 
