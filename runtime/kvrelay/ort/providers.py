@@ -102,7 +102,7 @@ def why_not(provider: str) -> str:
     """Return why ``provider`` of this build cannot start, as far as its libraries and the driver say."""
     from ..gpu import gpus  # not needed for CPUs
 
-    library = Path(onnxruntime().__file__).parent / "capi" / f"libonnxruntime_providers_{provider}.so"
+    library = Path(str(onnxruntime().__file__)).parent / "capi" / f"libonnxruntime_providers_{provider}.so"
     try:
         # Its dependencies are looked for before its symbols; without onnxruntime's own the symbols cannot be found.
         ctypes.CDLL(str(library.with_name("libonnxruntime_providers_shared.so")), ctypes.RTLD_GLOBAL)
