@@ -14,6 +14,7 @@ from .. import contract
 from ..errors import EngineError
 from ..kv import KVCache, aligned_zeros
 from ..manifest import EngineEntry
+from .appended import AppendedEntries
 from .threads import first_line
 
 __all__ = ["HostPass", "OrtPass", "PassShape"]
@@ -114,17 +115,18 @@ class HostPass(OrtPass):
         for name, array in self.inputs().items():
             self._bind(self._binding.bind_input, name, array)
         self._bind(self._binding.bind_output, contract.LOGITS, self.logits)
-        self._new: dict[str, Array] = {}  # entries that the backend writes to the cache, by past name
         in_place = contract.updates_in_place(entry.dialect)
-        outputs = contract.present_names(entry.kv_layers) if in_place else contract.new_names(entry.kv_layers)
-        for past, output in zip(contract.past_names(entry.kv_layers), outputs, strict=True):
+        names = zip(contract.past_names(entry.kv_layers), contract.present_names(entry.kv_layers), strict=True)
+        for past, present in names:
             address, kind, cached = cache.address(past, shape.slot), cache.dtype.type, shape.cached(cache)
             self._binding.bind_input(past, "cpu", 0, kind, cached, address)
             if in_place:
-                self._binding.bind_output(output, "cpu", 0, kind, cached, address)
-            else:
-                self._new[past] = _aligned(shape.new_entries(cache), cache.dtype)
-                self._bind(self._binding.bind_output, output, self._new[past])
+                self._binding.bind_output(present, "cpu", 0, kind, cached, address)
+        self._appended = None
+        if not in_place:
+            self._appended = AppendedEntries(cache, entry.kv_layers, shape.slot, shape.batch, shape.width)
+            for name, array in self._appended.new.items():
+                self._bind(self._binding.bind_output, name, array)
 
     @staticmethod
     def _bind(bind: Any, name: str, array: Array) -> None:
@@ -132,14 +134,8 @@ class HostPass(OrtPass):
 
     def _run(self) -> None:
         self._execute()
-        for name, entries in self._new.items():
-            self._cache_new(name, entries)
-
-    def _cache_new(self, name: str, entries: Array) -> None:
-        width = entries.shape[2]
-        for row, start in enumerate(self.write_index.tolist()):
-            self._cache.tensors[name][self._slot + row, :, start : start + width] = entries[row]
-        self.kv_bytes_copied += entries.nbytes
+        if self._appended is not None:
+            self.kv_bytes_copied += self._appended.write(self.write_index)
 
 
 def _aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
