@@ -13,6 +13,9 @@ tensor                     shape               meaning
 ``present_value.i``
 ``logits``                 ``[B, R, V]``       float32
 ========================== =================== =======================================================
+
+TensorRT's builder adds ``top_values`` float32 and ``top_ids`` int32 ``[B, R, K]``: the K largest logits of a row among
+the tokenizer's ids and their ids, descending; the values are NaN if any logit of the row is not finite.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ INPUT_IDS = "input_ids"
 WRITE_INDEX = "write_index"
 LOGIT_ROWS = "logit_rows"
 LOGITS = "logits"
+TOP_VALUES = "top_values"
+TOP_IDS = "top_ids"
+TOP = 64  # K of the two, or the vocabulary's size if that is smaller
 
 # Names of the dynamic axes.
 BATCH = "batch"
