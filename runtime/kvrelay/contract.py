@@ -11,6 +11,8 @@ tensor                     shape               meaning
 ``past_value.i``           D]``
 ``present_key.i`` and      same                the same memory as past, updated in place
 ``present_value.i``
+``new_key.i`` and          ``[B, Hkv, S, D]``  in the place of present, dialect ``decomposed`` alone: the entries of
+``new_value.i``                                this pass, which the backend writes to the cache
 ``logits``                 ``[B, R, V]``       float32
 ========================== =================== =======================================================
 
@@ -50,11 +52,21 @@ def present_names(layers: Iterable[int]) -> list[str]:
     return [f"present_{kind}.{i}" for i in layers for kind in ("key", "value")]
 
 
+def new_names(layers: Iterable[int]) -> list[str]:
+    """Names of the outputs that hold this pass's entries, in the order of :func:`past_names`."""
+    return [f"new_{kind}.{i}" for i in layers for kind in ("key", "value")]
+
+
+def updates_in_place(dialect: str) -> bool:
+    """Whether engines of ``dialect`` write the cache themselves; if not, they give :func:`new_names`."""
+    return dialect != "decomposed"
+
+
 def input_names(layers: Iterable[int]) -> list[str]:
     """All input names of an engine in graph order."""
     return [INPUT_IDS, WRITE_INDEX, LOGIT_ROWS, *past_names(layers)]
 
 
-def output_names(layers: Iterable[int]) -> list[str]:
-    """All output names of an engine in graph order."""
-    return [LOGITS, *present_names(layers)]
+def output_names(layers: Iterable[int], dialect: str) -> list[str]:
+    """All output names of an engine of ``dialect`` in graph order."""
+    return [LOGITS, *(present_names(layers) if updates_in_place(dialect) else new_names(layers))]

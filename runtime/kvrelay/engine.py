@@ -26,6 +26,7 @@ class BoundPass(Protocol):
     logits: npt.NDArray[np.float32]  # [B, R, V]
     seconds: float  # time spent inside the engine so far
     runs: int
+    kv_bytes_copied: int  # KV bytes that the backend wrote for an engine that cannot (dialect `decomposed`)
 
     def run(self) -> None:
         """Run the engine once.
