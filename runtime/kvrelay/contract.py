@@ -15,6 +15,9 @@ tensor                     shape               meaning
 ``new_value.i``                                this pass, which the backend writes to the cache
 ``logits``                 ``[B, R, V]``       float32
 ========================== =================== =======================================================
+
+TensorRT's builder adds ``top_values`` float32 and ``top_ids`` int32 ``[B, R, K]``: the K largest logits of a row among
+the tokenizer's ids and their ids, descending; the values are NaN if any logit of the row is not finite.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ INPUT_IDS = "input_ids"
 WRITE_INDEX = "write_index"
 LOGIT_ROWS = "logit_rows"
 LOGITS = "logits"
+TOP_VALUES = "top_values"
+TOP_IDS = "top_ids"
+TOP = 64  # K of the two, or the vocabulary's size if that is smaller
 
 # Names of the dynamic axes.
 BATCH = "batch"
