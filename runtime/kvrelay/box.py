@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from .boxcache import cache_directory
 from .bundle import Bundle
 from .costs import Pattern, measure
 from .engine import BoundPass, LoadedEngine
-from .errors import EngineError, ExactnessError
+from .errors import ExactnessError, ParameterError
 from .findings import Findings
 from .invariance import Verdict, check_shapes
+from .identity import identity_of
 from .kv import KVCache
+from .loading import Loader
 from .manifest import EngineEntry
-from .ort import OrtEngine, use_threads
-from .ort.prepared import prepare
+from .ort import use_threads
+from .place import HOST, Place
 from .shapes import Shape, shape_name
 
 __all__ = ["Box", "Facts", "exact_refusal", "exact_windows"]
 
 Progress = Callable[[str], None]
 _STEP_WIDTHS = (1, 2, 4)
-
-_loaded: WeakValueDictionary[tuple[str, str], OrtEngine] = WeakValueDictionary()
-_loading = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +53,49 @@ class Box:
         bundle: the bundle.
         threads: thread count of the process, None for the one in force.
         progress: told what takes long.
+        place: where the engines run.
+        max_batch: most rows of a pass of an engine with a dynamic batch.
+
+    Raises:
+        BackendMissingError: the backend is not installed.
+        CudaError: a GPU is wanted and there is none.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None, progress: Progress = lambda _: None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int | None,
+        progress: Progress = lambda _: None,
+        place: Place = HOST,
+        max_batch: int = 1,
+    ) -> None:
         self.bundle = bundle
-        self.threads = use_threads(threads)
+        self.place = place
+        self.threads = _threads(place, threads)
+        self.identity = identity_of(place)
         self._progress = progress
         self._cache: Path = cache_directory(bundle.path)
-        self.findings = Findings(self._cache, self.threads)
-        self._engines: dict[str, OrtEngine] = {}
+        self.findings = Findings(self._cache, (*self.identity.key(), str(self.threads)))
+        self._loader = Loader(bundle, place, self._cache, max_batch, progress)
 
     def engine(self, entry: EngineEntry) -> LoadedEngine:
         """Return the loaded engine of ``entry``; one copy for all boxes of the process."""
-        with _loading:
-            if entry.name in self._engines:
-                return self._engines[entry.name]  # whatever became of the files since
-            file = prepare(self.bundle.path / entry.file.path, entry.file.sha256, self._cache)
-            key = (str(file.resolve()), entry.name)
-            engine = _loaded.get(key)
-            if engine is None:
-                self._progress(f"loading {entry.name}")
-                try:
-                    engine = _loaded[key] = OrtEngine(entry, file, prepared=True)
-                except EngineError as error:
-                    raise EngineError(f"{error}; if the box's cache is damaged, delete {file.parent}") from None
-            self._engines[entry.name] = engine  # keeps it loaded for as long as this box is in use
-        return engine
+        return self._loader.engine(entry)
+
+    def sha256(self, entry: EngineEntry) -> str:
+        """Return the digest of what runs for ``entry``: its file or, compiled for this box, that."""
+        return self._loader.sha256(entry)
+
+    def key(self, shape: Shape) -> str:
+        """Return the name under which findings about ``shape`` are stored: compiled anew, it is another shape."""
+        entry = shape.engine.entry
+        digest = self.sha256(entry)
+        return shape.name if digest == entry.file.sha256 else f"{shape.name}#{digest[:12]}"
+
+    def cache(self, entry: EngineEntry, slots: int = 1) -> KVCache:
+        """Return a new cache of the model and the dtype of ``entry``, where its engine is bound to it."""
+        model = self.bundle.manifest.models[entry.model]
+        return KVCache(model, range(model.layers), entry.kv_dtype, slots, self.place.memory)
 
     def facts(self, precision: str, drafts: list[EngineEntry]) -> Facts:
         """Return the facts about ``precision`` with these drafts, measured if they are not stored.

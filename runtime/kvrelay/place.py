@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from .errors import ParameterError
 from .ort.providers import parse_providers
+from .trt.library import Backend
 
-__all__ = ["BACKENDS", "HOST", "Place", "place_of"]
+__all__ = ["BACKENDS", "HOST", "Place", "draft_place_of", "place_of"]
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 
@@ -28,6 +29,11 @@ class Place:
     def memory(self) -> Literal["host", "cuda"]:
         """Where the KV cache lies that engines here are bound to."""
         return "cuda" if self.on_gpu else "host"
+
+    @property
+    def trt_backend(self) -> Backend:
+        """The backend, of a place on TensorRT or TensorRT-RTX."""
+        return cast("Backend", self.backend)
 
     @property
     def provider(self) -> str:
