@@ -16,8 +16,16 @@ tensor                     shape               meaning
 ``logits``                 ``[B, R, V]``       float32
 ========================== =================== =======================================================
 
-TensorRT's builder adds ``top_values`` float32 and ``top_ids`` int32 ``[B, R, K]``: the K largest logits of a row among
-the tokenizer's ids and their ids, descending; the values are NaN if any logit of the row is not finite.
+Plans for a GPU have three more outputs, so that a pass need not copy whole rows to the host:
+
+========================== =================== =======================================================
+``top_values``             ``[B, R, K]``       float32: the largest logits of a row
+``top_ids``                ``[B, R, K]``       int32: their ids; which of several equal to the
+                                               least of them are here is open
+``log_sum``                ``[B, R]``          float32: log of the sum of exp(logit - the row's largest)
+========================== =================== =======================================================
+
+All three see the tokenizer's ids alone, not the padded tail of a row.
 """
 
 from __future__ import annotations
@@ -31,6 +39,8 @@ LOGITS = "logits"
 TOP_VALUES = "top_values"
 TOP_IDS = "top_ids"
 TOP = 64  # K of the two, or the vocabulary's size if that is smaller
+LOG_SUM = "log_sum"
+TOP_COUNT = 64  # K, or the vocabulary's size if that is smaller
 
 # Names of the dynamic axes.
 BATCH = "batch"

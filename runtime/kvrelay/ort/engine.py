@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .. import contract
 from ..errors import EngineError
-from ..kv import KVCache
+from ..kv import KVCache, Memory
 from ..manifest import EngineEntry
 from .library import onnxruntime
 from .passes import HostPass, OrtPass, PassShape
@@ -42,6 +42,7 @@ class OrtEngine:
         options = ort.SessionOptions()
         self.entry = entry
         self._gpu = gpu
+        self.memory: Memory = "host" if gpu is None else "cuda"
         if gpu is not None:
             self._session = gpu.load(entry, file, options)
             check_assignment(self._session, gpu.providers, entry.name)
@@ -93,6 +94,8 @@ class OrtEngine:
                 f"engine {entry.name} wants a {entry.kv_dtype} cache of layers {entry.kv_layers}, "
                 f"got {cache.dtype.name} and {list(cache.layers)}"
             )
+        if cache.memory != self.memory:
+            raise EngineError(f"engine {entry.name} runs on {self.memory} memory, its cache lies in {cache.memory}")
         if not 0 <= slot <= cache.slots - batch:
             raise EngineError(f"slots {slot}..{slot + batch - 1} lie outside a cache of {cache.slots}")
         size = batch * rows * self._vocab

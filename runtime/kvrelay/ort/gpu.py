@@ -102,11 +102,8 @@ class OrtGpu:
         """Bind a pass.
 
         Raises:
-            EngineError: the cache lies in host memory.
             CudaError: there is no room for the pass's inputs and logits.
         """
-        if cache.memory != "cuda":
-            raise EngineError(f"engine {entry.name} runs on the GPU, its cache lies in {cache.memory} memory")
         return GpuPass(session, entry, cache, shape, logits)
 
 
