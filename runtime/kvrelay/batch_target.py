@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -193,12 +193,14 @@ class BatchTarget:
 
     def ms(self, shape: Shape) -> float:
         """Stored milliseconds of one run; between measured batch sizes on a straight line."""
+        return self._between(self._ms, shape)
 
+    def _between(self, measured: Mapping[str, float], shape: Shape) -> float:
         def at(batch: int) -> float | None:
-            return self._ms.get(Shape(shape.engine, batch, shape.width, shape.rows).name)
+            return measured.get(Shape(shape.engine, batch, shape.width, shape.rows).name)
 
-        if shape.name in self._ms:
-            return self._ms[shape.name]
+        if shape.name in measured:
+            return measured[shape.name]
         below = max(b for b in self._sizes if b < shape.batch)
         above = min(b for b in self._sizes if b > shape.batch)
         low, high = at(below), at(above)
@@ -206,10 +208,10 @@ class BatchTarget:
             return (low or 0.0) / below * shape.batch
         return low + (high - low) * (shape.batch - below) / (above - below)
 
-    def step_costs(self, entry: EngineEntry) -> Callable[[int], float]:
-        """Return the stored milliseconds of a draft engine's step by batch size, measured on first use."""
-        self._ms |= self._box.batch_ms(self._precision, [self._box.shape(entry, b) for b in self._sizes])
-        return lambda batch: self.ms(self._box.shape(entry, batch))
+    def step_costs(self, entry: EngineEntry, box: Box) -> Callable[[int], float]:
+        """Return the stored milliseconds of a draft's step on ``box`` by batch size, measured on first use."""
+        measured = box.batch_ms(self._precision, [box.shape(entry, b) for b in self._sizes])
+        return lambda batch: self._between(measured, box.shape(entry, batch))
 
     # -- running ------------------------------------------------------------------------------------------------
 

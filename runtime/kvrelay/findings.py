@@ -26,7 +26,7 @@ class Findings:
 
     def __init__(self, folder: Path, place: Sequence[str]) -> None:
         self._folder = folder
-        self._key = hashlib.sha256("\n".join((version("kvrelay"), *place)).encode()).hexdigest()[:16]
+        self.key = hashlib.sha256("\n".join((version("kvrelay"), *place)).encode()).hexdigest()[:16]
 
     def remembered(
         self, kind: str, precision: str, key: str, find: Callable[[], Any], read: Callable[[Any], _T], *, again: bool
@@ -54,7 +54,7 @@ class Findings:
         return read(found)
 
     def _file(self, kind: str, precision: str) -> Path:
-        return self._folder / f"{kind}-{precision}-{self._key}.json"
+        return self._folder / f"{kind}-{precision}-{self.key}.json"
 
     def completed(
         self,

@@ -1,6 +1,6 @@
 """Fingerprints: digests of what a target's engines compute, to compare processes and thread counts bit for bit.
 
-``python -m kvrelay.fingerprint BUNDLE --precision P --threads T`` prints one as a line of JSON.
+``python -m kvrelay.fingerprint BUNDLE --precision P`` prints one as a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .engine import BoundPass
 from .errors import EngineError, KvrelayError, ParameterError
 from .invariance import promise_of
 from .kv import KVCache
+from .place import place_of
 from .prober import Prober
 from .shapes import Shape, target_shapes
 from .target import Target
@@ -110,14 +111,18 @@ def _require_numbers(what: str, logits: np.ndarray) -> None:
         raise EngineError(f"{what} gives logits that are not finite or all zero")
 
 
-def fingerprint_elsewhere(bundle: Path, precision: str, threads: int, names: Sequence[str]) -> Fingerprint:
-    """Take the fingerprint of the shapes ``names`` in a process of its own.
+def fingerprint_elsewhere(box: Box, precision: str, threads: int, shapes: Sequence[Shape]) -> Fingerprint:
+    """Take the fingerprint of ``shapes`` at the place of ``box``, in a process of its own.
 
     Raises:
         EngineError: that process failed; says how.
     """
-    options = ["--precision", precision, "--threads", str(threads), "--shapes", ",".join(names)]
-    command = [sys.executable, "-m", "kvrelay.fingerprint", str(bundle.resolve()), *options]
+    place = box.place
+    options = ["--precision", precision, "--backend", place.backend]
+    if place.backend == "onnxruntime":
+        options += ["--provider", place.provider, "--threads", str(threads)]
+    options += ["--max-batch", str(max(s.batch for s in shapes)), "--shapes", ",".join(s.name for s in shapes)]
+    command = [sys.executable, "-m", "kvrelay.fingerprint", str(box.bundle.path.resolve()), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
@@ -139,18 +144,21 @@ def _main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvrelay.fingerprint", description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", required=True)
-    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--backend", default="onnxruntime")
+    parser.add_argument("--provider")
+    parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--shapes", help="shapes, comma-separated; default: what may commit deterministic requests")
     given = parser.parse_args()
     try:
         bundle = open_bundle(given.bundle)
         if given.precision not in bundle.precisions():
             raise ParameterError(f"--precision {given.precision}: this bundle has {', '.join(bundle.precisions())}")
-        box = Box(bundle, given.threads)
+        box = Box(bundle, given.threads, place=place_of(given.backend, given.provider), max_batch=given.max_batch)
         if given.shapes is not None:
             shapes = [_named(box, name) for name in given.shapes.split(",")]
         else:
-            every = target_shapes(box, given.precision, max_batch=8)
+            every = target_shapes(box, given.precision, max_batch=given.max_batch)
             promise = promise_of(box.verdicts(given.precision, every.all), every)
             if promise.refusal is not None:
                 raise ParameterError(f"--precision {given.precision}: nothing may commit: {promise.refusal}")

@@ -128,8 +128,8 @@ class HostPass(OrtPass):
         self._appended = None
         if not in_place:
             self._appended = AppendedEntries(cache, entry.kv_layers, shape.slot, shape.batch, shape.width)
-            for name, array in self._appended.new.items():
-                self._bind(self._binding.bind_output, name, array)
+            for name, new in self._appended.new.items():
+                self._bind(self._binding.bind_output, name, new)
 
     @staticmethod
     def _bind(bind: Any, name: str, array: Array) -> None:
@@ -142,4 +142,5 @@ class HostPass(OrtPass):
 
 
 def _aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    return aligned_zeros(shape, dtype)
+    made: Array = aligned_zeros(shape, dtype)
+    return made

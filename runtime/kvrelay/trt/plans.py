@@ -21,7 +21,7 @@ from ..bundle import Bundle
 from ..errors import CacheDirectoryError, PlanError
 from ..manifest import EngineEntry
 from .device import ANY_GPU, PlanDevice
-from .profiles import Bounds, Profile, profiles_of
+from .profiles import Profile, profiles_of
 
 __all__ = ["FOLDER", "OPTIONS", "Plan", "PlanKey", "find_plan", "key_of", "publish_plan", "read_plan", "stored_plan"]
 
