@@ -111,8 +111,8 @@ def _require_numbers(what: str, logits: np.ndarray) -> None:
         raise EngineError(f"{what} gives logits that are not finite or all zero")
 
 
-def fingerprint_elsewhere(box: Box, precision: str, threads: int, shapes: Sequence[Shape]) -> Fingerprint:
-    """Take the fingerprint of ``shapes`` at the place of ``box``, in a process of its own.
+def fingerprint_elsewhere(box: Box, precision: str, threads: int, names: Sequence[str]) -> Fingerprint:
+    """Take the fingerprint of the shapes ``names`` at the place of ``box``, in a process of its own.
 
     Raises:
         EngineError: that process failed; says how.
@@ -121,7 +121,8 @@ def fingerprint_elsewhere(box: Box, precision: str, threads: int, shapes: Sequen
     options = ["--precision", precision, "--backend", place.backend]
     if place.backend == "onnxruntime":
         options += ["--provider", place.provider, "--threads", str(threads)]
-    options += ["--max-batch", str(max(s.batch for s in shapes)), "--shapes", ",".join(s.name for s in shapes)]
+    most = max(int(name.rpartition("@")[2].partition("x")[0]) for name in names)
+    options += ["--max-batch", str(most), "--shapes", ",".join(names)]
     command = [sys.executable, "-m", "kvrelay.fingerprint", str(box.bundle.path.resolve()), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

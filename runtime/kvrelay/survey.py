@@ -91,14 +91,15 @@ def survey(box: Box, precision: str, max_batch: int, *, again: bool, progress: P
 
 
 def _processes(box: Box, precision: str, promise: Promise, again: bool, progress: Progress) -> Processes:
+    names = [s.name for s in promise.committing]
     pooled = box.place.backend == "onnxruntime"
     other_threads = 0 if not pooled else 2 if box.threads == 1 else 1
 
     def find() -> dict[str, object]:
         progress(f"fingerprints of the {precision} engines in this process and two others")
         here = fingerprint(box, precision, promise.committing)
-        again_here = fingerprint_elsewhere(box, precision, box.threads, promise.committing)
-        elsewhere = fingerprint_elsewhere(box, precision, other_threads, promise.committing) if pooled else again_here
+        again_here = fingerprint_elsewhere(box, precision, box.threads, names)
+        elsewhere = fingerprint_elsewhere(box, precision, other_threads, names) if pooled else again_here
         every = (here, again_here, elsewhere)
         return asdict(
             Processes(

@@ -238,7 +238,7 @@ def test_a_fingerprint_is_the_same_in_another_process_and_tells_what_changed(box
     here = fingerprint(box, "fp32", some)
     assert set(here.sha256) == {*(s.name for s in some), PREFIX}
     assert here.repeated and here.prefix_kept
-    elsewhere = fingerprint_elsewhere(box.bundle.path, "fp32", box.threads, [s.name for s in some])
+    elsewhere = fingerprint_elsewhere(box, "fp32", box.threads, [s.name for s in some])
     assert here == elsewhere
 
     def slight(bound: Any, _cache: KVCache) -> None:
@@ -273,7 +273,7 @@ def test_a_prompt_continued_from_its_middle_in_another_class_is_noticed(box: Box
 
 def test_a_process_that_fails_says_why(box: Box) -> None:
     with pytest.raises(EngineError, match=r"a process that checks fp32 on 1 thread\(s\) failed: .*no such shape"):
-        fingerprint_elsewhere(box.bundle.path, "fp32", 1, ["fp32-nothing@1x1"])
+        fingerprint_elsewhere(box, "fp32", 1, ["fp32-nothing@1x1"])
 
 
 def test_a_survey_reports_what_other_processes_changed(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
