@@ -6,6 +6,7 @@ __all__ = [
     "BackendMissingError",
     "BundleError",
     "CacheDirectoryError",
+    "CudaError",
     "EngineError",
     "ExactnessError",
     "KvrelayError",
@@ -34,6 +35,10 @@ class CacheDirectoryError(KvrelayError):
 
 class EngineError(KvrelayError):
     """An engine failed to load or run, or returned values that are not numbers."""
+
+
+class CudaError(EngineError):
+    """A call of CUDA failed, or there is no GPU."""
 
 
 class ExactnessError(KvrelayError):
