@@ -13,6 +13,7 @@ from .engine import BoundPass, LoadedEngine
 from .errors import EngineError
 from .faults import Injector
 from .kv import HandOver, KVCache
+from .logits import LogitRow
 from .policy import Kind
 from .slots import Row
 
@@ -198,7 +199,7 @@ class BatchEngineDrafter:
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             mine, request = drafted[index], row.request
             if len(mine) == turn < count and not (mine and mine[-1] in request.eos_ids):
-                token = request.sampler.pick(bound.logits[index, 0], row.fed + 1 + turn)
+                token = request.sampler.choose(LogitRow(bound, index, 0), row.fed + 1 + turn)
                 request.sampler.observe(token)
                 mine.append(token)
 

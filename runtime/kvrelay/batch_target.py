@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from .box import Box
 from .engine import BoundPass
 from .errors import EngineError, ExactnessError, ParameterError
 from .invariance import windows_refusal
 from .kv import KVCache
+from .logits import LogitRow, rows_of
 from .manifest import EngineEntry
 from .shapes import Shape, target_shapes
 from .target import Target
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .faults import Injector
 
 __all__ = ["BatchTarget", "Feed"]
-
-Logits = npt.NDArray[np.float32]
 
 # A window pass is compute-bound well before this many positions: wider ones cannot pay.
 _MOST_POSITIONS = 32
@@ -39,7 +37,7 @@ class Feed:
 
 
 class BatchTarget:
-    """Runs the target over neighbouring slots. Not thread-safe; the logits it returns are views.
+    """Runs the target over neighbouring slots. Not thread-safe; rows of logits are those of the last run.
 
     Args:
         box: the bundle on this box.
@@ -219,11 +217,11 @@ class BatchTarget:
             self._targets[slot] = Target(self.cache, verify, prefill, prefill, mixed_prefill=bool(verify))
         return self._targets[slot]
 
-    def run(self, shape: Shape, slot: int, feeds: Sequence[Feed]) -> Logits:
+    def run(self, shape: Shape, slot: int, feeds: Sequence[Feed]) -> list[list[LogitRow]]:
         """Run ``shape`` over the slots from ``slot`` on.
 
         Returns:
-            logits ``[B, R, V]``; where R is 1, those of each row's last token.
+            rows of logits ``[B][R]``; where R is 1, those of each row's last token.
 
         Raises:
             EngineError: the run failed; entries behind each row's start are then zeroed.
@@ -248,7 +246,7 @@ class BatchTarget:
                 # One more: the step engine's attention writes a pad behind its token.
                 self.cache.clear(slot + row, feed.start, feed.start + shape.width + 1)
             raise
-        return bound.logits
+        return rows_of(bound)
 
     def _bind(self, shape: Shape, slot: int) -> BoundPass:
         key = (shape.name, slot)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from .engine import BoundPass
 from .kv import HandOver
+from .logits import LogitRow
 from .request import Request
 
 __all__ = ["Drafter", "EngineDrafter", "NgramDrafter"]
@@ -92,7 +93,7 @@ class EngineDrafter:
         token = request.tokens[position]
         while len(drafted) < count:
             step = self._step(token, position)
-            token = request.sampler.pick(step.logits[0, 0], position + 1)
+            token = request.sampler.choose(LogitRow(step, 0, 0), position + 1)
             drafted.append(token)
             request.sampler.observe(token)
             position += 1

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from . import contract
 from .box import Box
 from .bundle import open_bundle
 from .engine import BoundPass
@@ -73,8 +72,7 @@ def _pass_bytes(prober: Prober, bound: BoundPass, shape: Shape) -> bytes:
     """Run ``shape`` over the same window in every row; return the bytes of its logits and new KV entries."""
     prober.run(bound, shape, [0] * shape.batch, shape.width)
     _require_numbers(shape.name, bound.logits)
-    at = slice(prober.depth, prober.depth + shape.width)
-    entries = [prober.cache.tensors[name][: shape.batch, :, at] for name in prober.names]
+    entries = [prober.cache.read(b, prober.depth, prober.depth + shape.width) for b in range(shape.batch)]
     return b"".join(array.tobytes() for array in (bound.logits, *entries))
 
 
@@ -82,7 +80,7 @@ def _prompt_digests(box: Box, precision: str, shapes: Sequence[Shape]) -> tuple[
     """Return the digest of a prompt processed at once, and of one continued from its middle as a kept prefix is."""
     model = box.bundle.target
     (entry,) = box.bundle.engines(role="prefill", precision=precision)
-    cache = KVCache(model, range(model.layers), entry.kv_dtype)
+    cache = KVCache(model, range(model.layers), entry.kv_dtype, memory=box.engine(entry).memory)
 
     def bind(shape: Shape) -> BoundPass:
         return shape.engine.bind(cache, shape.width, shape.rows)
@@ -99,10 +97,9 @@ def _prompt_digests(box: Box, precision: str, shapes: Sequence[Shape]) -> tuple[
         cache.clear(0)
         for start, end in zip(starts, [*starts[1:], length], strict=True):
             logits = target.prefill(tokens[:end], start)
-        _require_numbers("a prompt", logits)
-        found = hashlib.sha256(logits.tobytes())
-        for name in contract.past_names(entry.kv_layers):
-            found.update(cache.tensors[name][0, :, :length].tobytes())
+        _require_numbers("a prompt", logits.whole)
+        found = hashlib.sha256(logits.whole.tobytes())
+        found.update(cache.read(0, 0, length).tobytes())
         return found.hexdigest()
 
     return digest([0]), digest([0, middle])

@@ -23,7 +23,7 @@ __all__ = [
 SCHEMA_VERSION = 1
 
 Precision = Literal["fp32", "fp16", "int8", "int4", "int8-dynamic"]
-Dialect = Literal["ort", "standard"]
+Dialect = Literal["ort", "standard", "decomposed"]
 Role = Literal["draft", "decode", "step", "verify", "prefill"]
 Size = Annotated[int, Field(ge=1)]
 
