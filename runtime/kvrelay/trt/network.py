@@ -46,6 +46,10 @@ class Log:
 
         return Logger(self)
 
+    def first_error(self) -> str:
+        """Return what went wrong first, which is what the later errors follow from."""
+        return next(iter(self.errors), "the library gave no reason")
+
     def refuse_unused(self, engine: str) -> None:
         """Raise if an input was dropped: the engine would compute something else than its graph says.
 
