@@ -105,6 +105,11 @@ class BatchTarget:
         most = max(s.batch * s.rows for s in (*dynamic, *self._verify))
         self._memory = np.zeros(most * bundle.target.padded_vocab_size, np.float32)
 
+    @property
+    def kv_bytes_copied(self) -> int:
+        """KV bytes that the backend wrote for the target's engines so far."""
+        return sum(p.kv_bytes_copied for p in self._bound.values())
+
     # -- what may commit ----------------------------------------------------------------------------------------
 
     def in_class(self, shape: Shape) -> bool:

@@ -82,6 +82,7 @@ class EngineDrafter:
         stats = request.stats
         spent = sum(p.seconds for p in self._passes.values())
         runs = sum(p.runs for p in self._passes.values())
+        written = sum(p.kv_bytes_copied for p in self._passes.values())
         if self._hand_over is not None:
             copied = self._hand_over.bytes
             self._hand_over.advance(request.kv_length)
@@ -104,6 +105,7 @@ class EngineDrafter:
         self._length = position
         stats.draft_seconds += sum(p.seconds for p in self._passes.values()) - spent
         stats.draft_runs += sum(p.runs for p in self._passes.values()) - runs
+        stats.kv_bytes_copied += sum(p.kv_bytes_copied for p in self._passes.values()) - written
         return drafted
 
     def commit(self, request: Request) -> None:

@@ -12,6 +12,7 @@ __all__ = [
     "KvrelayError",
     "MemoryBudgetError",
     "ParameterError",
+    "PlanError",
     "PromptError",
     "ThreadCountError",
 ]
@@ -51,6 +52,10 @@ class MemoryBudgetError(KvrelayError):
 
 class ParameterError(KvrelayError, ValueError):
     """A parameter is unknown, out of range, or contradicts another."""
+
+
+class PlanError(EngineError):
+    """A TensorRT plan cannot be built, is missing or damaged, or is for another version, device or graph."""
 
 
 class PromptError(KvrelayError, ValueError):

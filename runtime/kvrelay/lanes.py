@@ -125,7 +125,7 @@ class Lanes:
 
     def _new(self) -> Lane:
         target = self._bundle.target
-        cache = KVCache(target, range(target.layers))
+        cache = KVCache(target, range(target.layers), self._prefill.kv_dtype)
         verify = {}
         for entry in self._verify:
             assert entry.sequence is not None and entry.rows is not None

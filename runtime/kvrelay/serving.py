@@ -83,7 +83,8 @@ class Engine:
         self.threads = box.threads
         model = self._bundle.target
         injector = Injector(faults or Faults(), model.vocab_size)
-        cache = KVCache(model, range(model.layers), slots=max(self.max_batch, self.group))
+        (decode,) = self._bundle.engines(role="decode", precision=self.precision)
+        cache = KVCache(model, range(model.layers), decode.kv_dtype, slots=max(self.max_batch, self.group))
         self.kv_bytes = cache.bytes
         self._target = BatchTarget(
             box,
@@ -167,7 +168,7 @@ class Engine:
         }
         request = self._checked(prompt, deterministic, {**options, "seed": seed})
         model = self._bundle.target
-        request.stats.kv_bytes = kv_bytes(model, model.layers, 4, model.capacity)
+        request.stats.kv_bytes = kv_bytes(model, model.layers, self._target.cache.dtype.itemsize, model.capacity)
         receipt = None
         if deterministic:
             request.stats.policy = self._target.describe()

@@ -52,6 +52,11 @@ class Target:
         """Time spent inside the target's engines so far."""
         return sum(p.seconds for p in self._passes)
 
+    @property
+    def kv_bytes_copied(self) -> int:
+        """KV bytes that the backend wrote for the target's engines so far."""
+        return sum(p.kv_bytes_copied for p in self._passes)
+
     def prefill(self, tokens: Sequence[int], start: int) -> LogitRow:
         """Process ``tokens[start:]`` and return the logits that follow the last."""
         while True:

@@ -13,6 +13,7 @@ from .. import contract
 from ..errors import EngineError
 from ..kv import KVCache, Memory, aligned_zeros
 from ..manifest import EngineEntry
+from .appended import AppendedEntries
 from .library import onnxruntime
 from .threads import first_line, load_session
 
@@ -22,11 +23,20 @@ __all__ = ["OrtEngine", "OrtPass"]
 class OrtPass:
     """A binding of one engine to one run of slots (see :class:`kvrelay.engine.BoundPass`)."""
 
-    def __init__(self, session: Any, binding: Any, arrays: dict[str, npt.NDArray[Any]], cache: KVCache, name: str):
+    def __init__(
+        self,
+        session: Any,
+        binding: Any,
+        arrays: dict[str, npt.NDArray[Any]],
+        cache: KVCache,
+        name: str,
+        appended: AppendedEntries | None,
+    ) -> None:
         self._session = session
         self._binding = binding
         self._cache = cache  # the addresses below are this cache's: keep it alive
         self._name = name
+        self._appended = appended
         self.input_ids = arrays[contract.INPUT_IDS]
         self.write_index = arrays[contract.WRITE_INDEX]
         self.logit_rows = arrays[contract.LOGIT_ROWS]
@@ -42,6 +52,8 @@ class OrtPass:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # onnxruntime raises classes of its own, without a common base
             raise EngineError(f"engine {self._name} failed: {first_line(error)}") from error
+        if self._appended is not None:
+            self.kv_bytes_copied += self._appended.write(self.write_index)
         self.seconds += time.perf_counter() - start
         self.runs += 1
 
@@ -134,9 +146,14 @@ class OrtEngine:
             bind = binding.bind_output if name == contract.LOGITS else binding.bind_input
             bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         shape = (batch, *next(iter(cache.tensors.values())).shape[1:]) if cache.tensors else ()
+        in_place = contract.updates_in_place(entry.dialect)
         names = zip(contract.past_names(entry.kv_layers), contract.present_names(entry.kv_layers), strict=True)
         for past, present in names:
             address = cache.address(past, slot)
             binding.bind_input(past, "cpu", 0, cache.dtype.type, shape, address)
-            binding.bind_output(present, "cpu", 0, cache.dtype.type, shape, address)
-        return OrtPass(self._session, binding, arrays, cache, entry.name)
+            if in_place:
+                binding.bind_output(present, "cpu", 0, cache.dtype.type, shape, address)
+        appended = None if in_place else AppendedEntries(cache, entry.kv_layers, slot, batch, width)
+        for name, array in appended.new.items() if appended is not None else ():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        return OrtPass(self._session, binding, arrays, cache, entry.name, appended)
