@@ -26,7 +26,7 @@ __all__ = ["FOLDER", "OPTIONS", "Plan", "PlanKey", "find_plan", "key_of", "publi
 FOLDER = "plans"  # in the bundle's folder of the box's cache
 
 # How kvrelay builds. Whatever changes a plan for equal graphs and profiles is named here, so that old plans are left.
-OPTIONS = ("strongly typed", "f32 attention decomposable", "no tf32", "top 64")
+OPTIONS = ("strongly typed", "f32 attention decomposable", "no tf32", "top 64", "log sum")
 
 _REBUILD = "run `kvrelay build` again"
 
