@@ -20,7 +20,19 @@ from typing import Any
 
 from .errors import CacheDirectoryError
 
-__all__ = ["cache_candidates", "cache_directory", "cpu_identity", "cpu_name", "lock", "publish_json", "read_json"]
+__all__ = [
+    "PART",
+    "cache_candidates",
+    "cache_directory",
+    "cpu_identity",
+    "cpu_name",
+    "lock",
+    "publish_bytes",
+    "publish_json",
+    "read_json",
+]
+
+PART = ".part"  # ends the name of a file that is being written; what a killed run left behind may be deleted
 
 
 def cache_directory(bundle: Path) -> Path:
@@ -101,11 +113,22 @@ def publish_json(path: Path, data: Any) -> None:
     Raises:
         CacheDirectoryError: the folder cannot be written, or is full.
     """
+    publish_bytes(path, json.dumps(data, indent=1).encode())
+
+
+def publish_bytes(path: Path, content: bytes | memoryview) -> None:
+    """Write ``content`` to ``path`` so that a reader, also after a power cut, sees the old file or the new one, whole.
+
+    Raises:
+        CacheDirectoryError: the folder cannot be written, or is full.
+    """
     name = None
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w") as handle:
-            json.dump(data, handle, indent=1)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=PART)
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
         os.replace(name, path)
     except BaseException as error:
         if name is not None:

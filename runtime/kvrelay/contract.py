@@ -16,16 +16,16 @@ tensor                     shape               meaning
 ``logits``                 ``[B, R, V]``       float32
 ========================== =================== =======================================================
 
-Plans for a GPU have three more outputs, so that a pass need not copy whole rows to the host:
+TensorRT's builder adds three outputs, so that a pass need not copy whole rows to the host. They see the tokenizer's ids
+alone, not the padded tail of a row:
 
 ========================== =================== =======================================================
-``top_values``             ``[B, R, K]``       float32: the largest logits of a row
-``top_ids``                ``[B, R, K]``       int32: their ids; which of several equal to the
-                                               least of them are here is open
+``top_values``             ``[B, R, K]``       float32: the K largest logits of a row, descending; NaN if any
+                                               logit of the row is not finite
+``top_ids``                ``[B, R, K]``       int32: their ids; of several equal to the least, some may be
+                                               missing
 ``log_sum``                ``[B, R]``          float32: log of the sum of exp(logit - the row's largest)
 ========================== =================== =======================================================
-
-All three see the tokenizer's ids alone, not the padded tail of a row.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ LOGIT_ROWS = "logit_rows"
 LOGITS = "logits"
 TOP_VALUES = "top_values"
 TOP_IDS = "top_ids"
-TOP = 64  # K of the two, or the vocabulary's size if that is smaller
 LOG_SUM = "log_sum"
-TOP_COUNT = 64  # K, or the vocabulary's size if that is smaller
+TOP = 64  # K, or the vocabulary's size if that is smaller
 
 # Names of the dynamic axes.
 BATCH = "batch"

@@ -157,10 +157,10 @@ class Sampler:
 
         Values above the least one are all here, with every tie of theirs; of the least one, ties may be missing.
         """
-        # A NaN or infinity anywhere in the row reaches its sum, and nothing else here need show it.
-        if not math.isfinite(top.log_sum):
-            return None
         least = top.values.min()
+        # A NaN or infinity anywhere in the row reaches its sum, and nothing else here need show it.
+        if not math.isfinite(top.log_sum) or not math.isfinite(least):
+            return None
         known = np.flatnonzero(top.ids < self.vocab_size)
         known = known[np.argsort(top.ids[known])]  # ascending ids: the lower one wins a tie
         ids, row = top.ids[known].astype(np.uint32), top.values[known]

@@ -46,6 +46,10 @@ class Log:
 
         return Logger(self)
 
+    def first_error(self) -> str:
+        """Return what went wrong first, which is what the later errors follow from."""
+        return next(iter(self.errors), "the library gave no reason")
+
     def refuse_unused(self, engine: str) -> None:
         """Raise if an input was dropped: the engine would compute something else than its graph says.
 
@@ -109,7 +113,7 @@ def _some(lines: list[str]) -> str:
 
 
 def _add_top_outputs(trt: Any, network: Any, vocab_size: int) -> None:
-    """Add `top_values` and `top_ids` ``[B, R, K]``: the largest logits of known ids, descending.
+    """Add `top_values` and `top_ids` ``[B, R, K]``: the largest logits of known ids, descending; and `log_sum`.
 
     The values of a row are NaN if any of its logits is not finite: TopK alone would hide that from the host, which
     copies nothing else in the usual case. Comparing is the one way to find out that no optimiser simplifies.
@@ -139,6 +143,20 @@ def _add_top_outputs(trt: Any, network: Any, vocab_size: int) -> None:
     )
     nan = constant(np.full((1, 1, 1), np.nan, np.float32))
     values = network.add_select(finite.get_output(0), top.get_output(0), nan)
-    for name, tensor in ((contract.TOP_VALUES, values.get_output(0)), (contract.TOP_IDS, top.get_output(1))):
+    outputs = {
+        contract.TOP_VALUES: values.get_output(0),
+        contract.TOP_IDS: top.get_output(1),
+        contract.LOG_SUM: _log_sum(trt, network, known.get_output(0)),
+    }
+    for name, tensor in outputs.items():
         tensor.name = name
         network.mark_output(tensor)
+
+
+def _log_sum(trt: Any, network: Any, rows: Any) -> Any:
+    """Return ``[B, R]``: log of the sum of exp(logit - the row's largest), what a score lacks besides two logits."""
+    largest = network.add_reduce(rows, trt.ReduceOperation.MAX, 1 << 2, True)
+    below = network.add_elementwise(rows, largest.get_output(0), trt.ElementWiseOperation.SUB)
+    shares = network.add_unary(below.get_output(0), trt.UnaryOperation.EXP)
+    total = network.add_reduce(shares.get_output(0), trt.ReduceOperation.SUM, 1 << 2, False)
+    return network.add_unary(total.get_output(0), trt.UnaryOperation.LOG).get_output(0)

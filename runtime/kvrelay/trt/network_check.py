@@ -1,7 +1,7 @@
 """Whether a parsed network is what the engine contract and its dialect promise.
 
-A parser may take a graph and mean something else by it (causal masks, dropped inputs); the result would be wrong without
-a word. Here the network itself is asked.
+A parser may take a graph and mean something else by it (causal masks, dropped inputs); the result would be wrong
+without a word. Here the network itself is asked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import contract
 from ..manifest import EngineEntry, ModelEntry
-from .network_view import attentions, cache_updates, producers, source
+from .network_view import attentions, cache_updates, layers, producers, source
 
 __all__ = ["check_network"]
 
@@ -19,9 +19,11 @@ __all__ = ["check_network"]
 def check_network(trt: Any, network: Any, entry: EngineEntry, model: ModelEntry) -> list[str]:
     """Return what is wrong with ``network``, in words; nothing if all is well."""
     faults = list(_ends(trt, network, entry, model))
-    if not faults and entry.dialect == "standard":
+    if faults:
+        return faults
+    if contract.updates_in_place(entry.dialect):
         faults = [*_cache_updates(trt, network, entry), *_attentions(trt, network, entry, model)]
-    return faults
+    return [*faults, *_sums(trt, network)]
 
 
 def _ends(trt: Any, network: Any, entry: EngineEntry, model: ModelEntry) -> Iterator[str]:
@@ -34,14 +36,12 @@ def _ends(trt: Any, network: Any, entry: EngineEntry, model: ModelEntry) -> Iter
         contract.LOGIT_ROWS: ((entry.batch, entry.rows), trt.int64),
         **dict.fromkeys(contract.past_names(entry.kv_layers), cache),
     }
-    made = cache
-    names = contract.present_names(entry.kv_layers)
-    if entry.dialect == "decomposed":
+    made: tuple[tuple[int | None, ...], Any] = cache
+    if not contract.updates_in_place(entry.dialect):
         made = ((entry.batch, model.kv_heads, entry.sequence, model.head_dim), kv)
-        names = contract.new_names(entry.kv_layers)
     wanted_outputs = {
+        **dict.fromkeys(contract.output_names(entry.kv_layers, entry.dialect), made),
         contract.LOGITS: ((entry.batch, entry.rows, model.padded_vocab_size), trt.float32),
-        **dict.fromkeys(names, made),
     }
     for kind, count, get, wanted in (
         ("input", network.num_inputs, network.get_input, wanted_inputs),
@@ -97,3 +97,10 @@ def _attentions(trt: Any, network: Any, entry: EngineEntry, model: ModelEntry) -
         for tensor, present in zip(attention.inputs[1:3], presents[2 * i : 2 * i + 2], strict=True):
             if source(made_by, tensor, set(presents)) != present:
                 yield f"{attention.name} does not read {present}"
+
+
+def _sums(trt: Any, network: Any) -> Iterator[str]:
+    """Norms add up squares, which leave float16 above 255: they must do so in float32."""
+    for layer in layers(network):
+        if layer.type == trt.LayerType.REDUCE and layer.get_input(0).dtype == trt.float16:
+            yield f"{layer.name} adds up in float16, where the squares of a norm overflow"

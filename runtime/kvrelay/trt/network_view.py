@@ -1,4 +1,7 @@
-"""A parsed network's layers as far as kvrelay asks about them. TensorRT's Python layers show their kind only when told."""
+"""A parsed network's layers, as far as kvrelay asks about them.
+
+TensorRT's Python layers show what is particular to their kind once they are told their class.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,9 @@ def cache_updates(trt: Any, network: Any) -> list[CacheUpdate]:
     found = []
     for layer in _of_type(trt, network, "KV_CACHE_UPDATE"):
         layer.__class__ = trt.IKVCacheUpdateLayer
-        ends = [layer.get_input(i) for i in range(3)]
-        found.append(CacheUpdate(layer.name, *ends, layer.get_output(0), layer.cache_mode == trt.KVCacheMode.LINEAR))
+        cache, update, write_index = (layer.get_input(i) for i in range(3))
+        linear = layer.cache_mode == trt.KVCacheMode.LINEAR
+        found.append(CacheUpdate(layer.name, cache, update, write_index, layer.get_output(0), linear))
     return found
 
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..boxcache import cache_candidates, publish_json, read_json
+from ..boxcache import PART, cache_candidates, publish_bytes, publish_json, read_json
 from ..bundle import Bundle
-from ..errors import CacheDirectoryError, PlanError
+from ..errors import PlanError
 from ..manifest import EngineEntry
 from .device import ANY_GPU, PlanDevice
 from .profiles import Profile, profiles_of
@@ -28,7 +26,7 @@ __all__ = ["FOLDER", "OPTIONS", "Plan", "PlanKey", "find_plan", "key_of", "publi
 FOLDER = "plans"  # in the bundle's folder of the box's cache
 
 # How kvrelay builds. Whatever changes a plan for equal graphs and profiles is named here, so that old plans are left.
-OPTIONS = ("strongly typed", "f32 attention decomposable", "no tf32", "top 64")
+OPTIONS = ("strongly typed", "f32 attention decomposable", "no tf32", "top 64", "log sum")
 
 _REBUILD = "run `kvrelay build` again"
 
@@ -140,28 +138,12 @@ def publish_plan(folder: Path, entry: EngineEntry, key: PlanKey, data: Any) -> P
     Raises:
         CacheDirectoryError: the folder cannot be written, or is full.
     """
-    for left in folder.glob("*.part"):  # by a killed build: under the lock nobody else is at work
+    for left in folder.glob(f"*{PART}"):  # by a killed build: under the lock nobody else is at work
         left.unlink(missing_ok=True)
     content = memoryview(data)
     path = folder / f"{entry.name}-{key.digest()}.plan"
+    publish_bytes(path, content)
     plan = Plan(path, key, hashlib.sha256(content).hexdigest(), content.nbytes)
-    part = None
-    try:
-        descriptor, part = tempfile.mkstemp(dir=folder, prefix=entry.name, suffix=".part")
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise CacheDirectoryError(
-            f"cannot write a plan of {content.nbytes} bytes to {folder}: {error.strerror or error}; "
-            "free space there or set KVRELAY_CACHE to another folder"
-        ) from None
-    finally:
-        if part is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(part)
     facts = {"engine": entry.name, "key": asdict(key), "sha256": plan.sha256, "size": plan.size}
     publish_json(path.with_suffix(".json"), facts)
     return plan
