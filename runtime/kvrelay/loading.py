@@ -86,7 +86,7 @@ class Loader:
         from .ort.gpu import OrtGpu  # loads CUDA's bindings
 
         model = self._bundle.manifest.models[entry.model]
-        gpu = OrtGpu(self._place.providers, self._cache, model, self._progress)
+        gpu = OrtGpu(self._place.providers, self._cache, model, self._max_batch, self._progress)
         engine = self._once(file, entry, lambda: OrtEngine(entry, file, prepared=False, gpu=gpu))
         compiled = sorted(tensorrt_engine_folder(entry, self._cache).glob("*.engine"))
         if "tensorrt" not in self._place.providers or not compiled:

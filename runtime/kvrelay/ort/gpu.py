@@ -21,7 +21,7 @@ from ..kv import KVCache
 from ..manifest import EngineEntry, ModelEntry
 from .library import onnxruntime
 from .passes import OrtPass, PassShape
-from .providers import PROVIDERS, check_providers, preload
+from .providers import PROVIDERS, check_providers, preload, quiet
 from .tensorrt_options import tensorrt_options
 from .threads import load_session
 
@@ -39,6 +39,7 @@ class OrtGpu:
         providers: in order of preference; the first is "cuda" or "tensorrt".
         cache: the bundle's folder in the box's cache, where TensorRT's engines are kept.
         model: sizes of the model that engines loaded here are of.
+        max_batch: most rows of a pass of an engine with a dynamic batch.
         progress: told what takes long, and of engines that cannot be captured.
 
     Raises:
@@ -47,7 +48,12 @@ class OrtGpu:
     """
 
     def __init__(
-        self, providers: tuple[str, ...], cache: Path, model: ModelEntry, progress: Callable[[str], None]
+        self,
+        providers: tuple[str, ...],
+        cache: Path,
+        model: ModelEntry,
+        max_batch: int,
+        progress: Callable[[str], None],
     ) -> None:
         check_providers(providers)
         preload()
@@ -55,6 +61,7 @@ class OrtGpu:
         self._device = Device.current()
         self._cache = cache
         self._model = model
+        self._max_batch = max_batch
         self._progress = progress
 
     def load(self, entry: EngineEntry, file: Path, options: Any) -> Any:
@@ -64,17 +71,18 @@ class OrtGpu:
             EngineError: ONNX Runtime refuses the file.
         """
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        try:
-            return load_session(file, options, self._providers(entry, graphs=True))
-        except EngineError as error:
-            if "graph" not in str(error):
-                raise
-            self._progress(f"engine {entry.name} runs without a CUDA graph: {error}")
-            return load_session(file, options, self._providers(entry, graphs=False))
+        with quiet():
+            try:
+                return load_session(file, options, self._providers(entry, graphs=True))
+            except EngineError as error:
+                if "graph capture" not in str(error):
+                    raise
+                self._progress(f"engine {entry.name} runs without a CUDA graph: {error}")
+                return load_session(file, options, self._providers(entry, graphs=False))
 
     def _providers(self, entry: EngineEntry, *, graphs: bool) -> list[tuple[str, dict[str, str]]]:
         shared = {"device_id": "0", "user_compute_stream": str(self._device.stream.handle)}
-        options = {
+        options: dict[str, dict[str, str]] = {
             "cpu": {},
             # TF32 would round the factors of fp32 products to 10 bits, away from every other backend's results.
             "cuda": {
@@ -83,12 +91,10 @@ class OrtGpu:
                 "use_tf32": "0",
                 "arena_extend_strategy": "kSameAsRequested",  # a power of two is too much of a Jetson's memory
             },
-            "tensorrt": {
-                **shared,
-                "trt_cuda_graph_enable": str(int(graphs)),
-                **tensorrt_options(entry, self._model, self._cache),
-            },
         }
+        if "tensorrt" in self.providers:
+            compiled = tensorrt_options(entry, self._model, self._max_batch, self._cache)
+            options["tensorrt"] = {**shared, "trt_cuda_graph_enable": str(int(graphs)), **compiled}
         return [(PROVIDERS[name], options[name]) for name in self.providers]
 
     def bind(

@@ -10,13 +10,14 @@ import contextlib
 import ctypes
 import io
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import BackendMissingError, CudaError, EngineError, ParameterError
 from .library import onnxruntime
 
-__all__ = ["PROVIDERS", "check_assignment", "check_providers", "parse_providers", "preload", "why_not"]
+__all__ = ["PROVIDERS", "check_assignment", "check_providers", "parse_providers", "preload", "quiet", "why_not"]
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 
@@ -61,6 +62,17 @@ def preload() -> None:
     ort = onnxruntime()
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what is missing; why_not() says what matters
         ort.preload_dlls()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep ONNX Runtime's log off the terminal where what it would say is said by an error of ours."""
+    ort = onnxruntime()
+    ort.set_default_logger_severity(4)
+    try:
+        yield
+    finally:
+        ort.set_default_logger_severity(2)
 
 
 def check_assignment(session: Any, wanted: tuple[str, ...], engine: str) -> None:

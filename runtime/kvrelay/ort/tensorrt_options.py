@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from .. import contract
 from ..manifest import EngineEntry, ModelEntry
+from ..trt.profiles import profiles_of
 
 __all__ = ["tensorrt_engine_folder", "tensorrt_options"]
-
-# Rows and tokens of a pass that one optimisation profile covers, of engines with dynamic axes.
-_MOST_ROWS = 8
-_MOST_TOKENS = 64
 
 
 def tensorrt_engine_folder(entry: EngineEntry, cache: Path) -> Path:
@@ -19,7 +16,7 @@ def tensorrt_engine_folder(entry: EngineEntry, cache: Path) -> Path:
     return cache / "ort-tensorrt" / entry.file.sha256[:32]
 
 
-def tensorrt_options(entry: EngineEntry, model: ModelEntry, cache: Path) -> dict[str, str]:
+def tensorrt_options(entry: EngineEntry, model: ModelEntry, max_batch: int, cache: Path) -> dict[str, str]:
     """Return the provider's options for one engine. The provider itself keys its files by GPU and TensorRT."""
     folder = tensorrt_engine_folder(entry, cache)
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,20 +28,18 @@ def tensorrt_options(entry: EngineEntry, model: ModelEntry, cache: Path) -> dict
         # The graph's own types rule: without this its float16 products would run as float32.
         "trt_fp16_enable": str(int(entry.activations == "float16")),
     }
-    if entry.batch is None or entry.sequence is None:
-        smallest, usual, largest = ((1, 1), (1, 1), (_MOST_ROWS, entry.sequence or _MOST_TOKENS))
-        for name, (batch, width) in (("min", smallest), ("opt", usual), ("max", largest)):
-            options[f"trt_profile_{name}_shapes"] = _shapes(entry, model, batch, width)
+    profiles = profiles_of(entry, model, max_batch)
+    if profiles[0].name != "static":
+        # One profile over all: the provider keeps a set of shapes for each pass of a session, not for each binding.
+        shapes = [profile.shapes(entry, model) for profile in profiles]
+        least = {name: tuple(map(min, *(s[name][0] for s in shapes))) for name in shapes[0]}
+        usual = {name: shapes[0][name][1] for name in shapes[0]}
+        most = {name: tuple(map(max, *(s[name][2] for s in shapes))) for name in shapes[0]}
+        for kind, sizes in (("min", least), ("opt", usual), ("max", most)):
+            options[f"trt_profile_{kind}_shapes"] = _written(sizes)
     return options
 
 
-def _shapes(entry: EngineEntry, model: ModelEntry, batch: int, width: int) -> str:
-    """Return the shapes of all inputs in the form that the provider reads: ``name:2x3,name:4``."""
-    cached = (batch, model.kv_heads, model.capacity, model.head_dim)
-    sizes: dict[str, tuple[int, ...]] = {
-        contract.INPUT_IDS: (batch, width),
-        contract.WRITE_INDEX: (batch,),
-        contract.LOGIT_ROWS: (batch, entry.rows or min(width, 16)),
-        **dict.fromkeys(contract.past_names(entry.kv_layers), cached),
-    }
+def _written(sizes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return shapes in the form that the provider reads: ``name:2x3,name:4``."""
     return ",".join(f"{name}:{'x'.join(map(str, size))}" for name, size in sizes.items())
