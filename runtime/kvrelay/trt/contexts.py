@@ -11,7 +11,7 @@ from ..errors import EngineError
 from .buffers import scratch
 from .network import Log
 
-__all__ = ["Context", "choose_profile", "retire"]
+__all__ = ["Context", "choose_profile", "dropped"]
 
 Shape = tuple[int, ...]
 Ranges = dict[str, tuple[Shape, Shape]]  # least and largest shape of every input
@@ -91,7 +91,7 @@ class Context:
         self.captures_itself = hasattr(library, "CudaGraphStrategy")
         self._context = _new_context(library, engine, graphs=graphs)
         self._require(self._context is not None, "cannot make an execution context")
-        weakref.finalize(self, retire, self._context, f"a context of {name}")
+        weakref.finalize(self, Device.current().retire, dropped, self._context, f"a context of {name}")
         switched = self._context.set_optimization_profile_async(self.profile, self._stream.handle)
         self._require(switched, f"cannot use its profile {self.profile}")
         size = int(engine.get_device_memory_size_for_profile_v2(self.profile))
@@ -139,10 +139,6 @@ def _new_context(library: Any, engine: Any, *, graphs: bool) -> Any:
     return engine.create_execution_context(config)
 
 
-def retire(thing: Any, what: str) -> None:
-    """Give up an object of the library where that cannot break a capture: it frees GPU memory."""
-    Device.current().retire(_dropped, thing, what)
-
-
-def _dropped(_: Any) -> tuple[int]:
-    return (0,)  # the last reference goes when this returns
+def dropped(_: Any) -> tuple[int]:
+    """Give up an object of the library, which frees GPU memory: its last reference goes when this returns."""
+    return (0,)

@@ -14,7 +14,7 @@ from ..errors import EngineError
 from ..kv import KVCache, Memory
 from ..manifest import EngineEntry, ModelEntry
 from .buffers import ALIGNMENT, Staged, logit_memory, padded_rows, scratch
-from .contexts import Context, retire
+from .contexts import Context, dropped
 from .engine_check import check_engine, top_count
 from .network import Log
 from .passes import NewEntries, TrtPass
@@ -61,7 +61,7 @@ class TrtEngine:
                 f"{library.__version__} on sm{major}{minor} ({device.name}): {self._log.first_error()}; "
                 "run `kvrelay build` again"
             )
-        weakref.finalize(self, retire, self._engine, f"engine {entry.name}")
+        weakref.finalize(self, device.retire, dropped, self._engine, f"engine {entry.name}")
         check_engine(library, self._engine, entry, model)
 
     def bind(
