@@ -18,6 +18,7 @@ from .errors import EngineError, MemoryBudgetError
 from .manifest import ModelEntry
 
 if TYPE_CHECKING:
+    from .cuda import Block
     from .cuda.entries import DeviceEntries
 
 __all__ = ["HandOver", "KVCache", "Memory", "aligned_zeros", "kv_bytes"]
@@ -144,6 +145,12 @@ class KVCache:
         assert not isinstance(mine, _HostEntries) and not isinstance(theirs, _HostEntries)
         mine.copy_from(theirs, self.names, slot, start, end)
         return kv_bytes(self.model, len(self.layers), self.dtype.itemsize, end - start)
+
+    def append(self, slot: int, start: int, size: int, source: Block, names: Sequence[str]) -> int:
+        """Copy ``size`` new entries on the GPU, where ``source`` says they lie, to a slot; return the bytes."""
+        assert not isinstance(self._entries, _HostEntries)
+        self._entries.append(names, slot, start, size, source)
+        return len(names) * self.shape[1] * size * self.shape[3] * self.dtype.itemsize
 
     def swap(self, a: int, b: int, length: int) -> int:
         """Exchange the first ``length`` entries of two slots; return the bytes written."""

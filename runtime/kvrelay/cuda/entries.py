@@ -112,6 +112,15 @@ class DeviceEntries:
                     "KV entries",
                 )
 
+    def append(self, names: Sequence[str], slot: int, start: int, size: int, source: Block) -> None:
+        """Queue the copy of ``size`` entries, one slice of ``source`` a name, to a slot from entry ``start`` on."""
+        width = size * self._entry
+        with Device.current().exclusive():
+            for first, place, count in _runs([self._index[n] for n in names], list(range(len(names)))):
+                address = source.address + place * source.slice_rows * source.pitch
+                theirs = Block(address, source.pitch, source.slice_rows)
+                copy_block(self.block(first, slot, start), theirs, width, self._heads, count, "new KV entries")
+
     def _copy_runs(self, names: Sequence[str], slot: int, start: int, size: int, *, outwards: bool) -> None:
         """Queue copies between the cache and the staging memory, one for each run of neighbouring tensors."""
         assert self._staging is not None

@@ -57,14 +57,15 @@ class PinnedArray:
             self.address = int(check(cuda.cudaHostAlloc(size, cuda.cudaHostAllocDefault), doing))
         memory = (ctypes.c_char * size).from_address(self.address)
         ctypes.memset(self.address, 0, size)
-        weakref.finalize(memory, device.retire, _free_pinned(device), self.address, f"{size} bytes of locked memory")
+        weakref.finalize(
+            memory, device.retire, _free_pinned(cuda, device), self.address, f"{size} bytes of locked memory"
+        )
         flat = np.frombuffer(memoryview(memory), np.uint8)  # keeps `memory` alive, and views keep it
         self.array: npt.NDArray[Any] = flat[: int(np.prod(shape)) * kind.itemsize].view(kind).reshape(tuple(shape))
 
 
-def _free_pinned(device: Device) -> Callable[[int], tuple[Any, ...]]:
+def _free_pinned(cuda: Any, device: Device) -> Callable[[int], tuple[Any, ...]]:
     def free(address: int) -> tuple[Any, ...]:
-        cuda = runtime()
         # Copies from and to it may still be queued; CUDA does not promise to wait for them.
         waited: tuple[Any, ...] = cuda.cudaStreamSynchronize(device.stream.raw)
         freed: tuple[Any, ...] = cuda.cudaFreeHost(address)
