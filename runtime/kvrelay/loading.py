@@ -18,6 +18,9 @@ from .ort import OrtEngine
 from .ort.prepared import prepare
 from .ort.tensorrt_options import tensorrt_engine_folder
 from .place import Place
+from .trt.device import this_device
+from .trt.library import tensorrt
+from .trt.plans import find_plan
 
 __all__ = ["Loader"]
 
@@ -97,11 +100,13 @@ class Loader:
         return engine, digest.hexdigest()
 
     def _load_plan(self, entry: EngineEntry) -> tuple[LoadedEngine, str]:
-        from .trt.device import this_device
-        from .trt.plans import find_plan, read_plan
+        from .trt.engine import TrtEngine  # loads CUDA's bindings
 
-        plan = find_plan(self._bundle, entry, this_device(self._place.trt_backend), self._max_batch)
-        raise NotImplementedError(read_plan(plan))
+        backend = self._place.trt_backend
+        plan = find_plan(self._bundle, entry, this_device(backend), self._max_batch)
+        model = self._bundle.manifest.models[entry.model]
+        engine = self._once(plan.path, entry, lambda: TrtEngine(entry, model, plan, tensorrt(backend)))
+        return engine, plan.sha256
 
     def _once(self, file: Path, entry: EngineEntry, load: Callable[[], LoadedEngine]) -> LoadedEngine:
         key = (str(file.resolve()), entry.name, self._place)

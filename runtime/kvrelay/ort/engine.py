@@ -13,12 +13,12 @@ from ..errors import EngineError
 from ..kv import KVCache, Memory
 from ..manifest import EngineEntry
 from .library import onnxruntime
-from .passes import HostPass, OrtPass, PassShape
+from .passes import HostPass, PassShape
 from .providers import check_assignment
 from .threads import load_session
 
 if TYPE_CHECKING:
-    from .gpu import OrtGpu
+    from .gpu import GpuPass, OrtGpu
 
 __all__ = ["OrtEngine"]
 
@@ -82,7 +82,7 @@ class OrtEngine:
         slot: int = 0,
         batch: int = 1,
         logits: npt.NDArray[np.float32] | None = None,
-    ) -> OrtPass:
+    ) -> HostPass | GpuPass:
         """Bind ``batch`` neighbouring slots from ``slot`` on (see :class:`kvrelay.engine.LoadedEngine`)."""
         entry = self.entry
         fixed = (entry.batch, entry.sequence, entry.rows)
@@ -104,4 +104,4 @@ class OrtEngine:
         shape = PassShape(batch, width, rows, self._vocab, slot)
         if self._gpu is None:
             return HostPass(self._session, entry, cache, shape, logits)
-        return self._gpu.bind(self._session, entry, cache, shape, logits)
+        return self._gpu.bind(self._session, entry, cache, shape)

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import contract
-from ..cuda import Block, Device, DeviceBuffer, PinnedArray, copy, copy_block
+from ..cuda import Block, Device, copy
 from ..errors import EngineError
 from ..kv import KVCache
 from ..manifest import EngineEntry, ModelEntry
+from ..trt.buffers import Staged, logit_memory, padded_rows, scratch
+from ..trt.passes import NewEntries
 from .library import onnxruntime
 from .passes import OrtPass, PassShape
 from .providers import PROVIDERS, check_providers, preload, quiet
@@ -26,8 +28,6 @@ from .tensorrt_options import tensorrt_options
 from .threads import load_session
 
 __all__ = ["GpuPass", "OrtGpu"]
-
-Array = npt.NDArray[Any]
 
 _graph_ids = itertools.count(1)  # each pass has addresses of its own, and so a captured graph of its own
 
@@ -103,78 +103,82 @@ class OrtGpu:
         entry: EngineEntry,
         cache: KVCache,
         shape: PassShape,
-        logits: npt.NDArray[np.float32] | None,
     ) -> GpuPass:
         """Bind a pass.
 
         Raises:
             CudaError: there is no room for the pass's inputs and logits.
         """
-        return GpuPass(session, entry, cache, shape, logits)
+        return GpuPass(session, entry, cache, shape)
 
 
 class GpuPass(OrtPass):
-    """A pass on the GPU: ids and lengths are copied there before each run, logits back after it; KV stays."""
+    """A pass on the GPU: ids and lengths are copied there before each run, logits back when they are read; KV stays.
 
-    def __init__(
-        self,
-        session: Any,
-        entry: EngineEntry,
-        cache: KVCache,
-        shape: PassShape,
-        logits: npt.NDArray[np.float32] | None,
-    ) -> None:
-        if logits is None:
-            logits = PinnedArray((shape.batch * shape.rows * shape.vocab,), np.float32).array
-        super().__init__(session, entry, cache, shape, logits, lambda size: PinnedArray(size, np.int64).array)
+    A pass belongs to one thread at a time. Passes of different threads take turns: they share one stream.
+    """
+
+    def __init__(self, session: Any, entry: EngineEntry, cache: KVCache, shape: PassShape) -> None:
         self._device = Device.current()
+        with self._device.exclusive():
+            self._inputs = Staged({n: (size, np.int64) for n, size in shape.inputs().items()}, "ids and lengths")
+            super().__init__(session, entry, cache, self._inputs.arrays)
+            self._memory = logit_memory(cache, int(np.prod(shape.logits)))
+            self._shape = shape.logits
+            self._fetched = True
+            self._entries: NewEntries | None = None
+            self._bind_inputs()
+            address = self._memory.device.address
+            self._binding.bind_output(contract.LOGITS, "cuda", 0, np.float32, shape.logits, address)
+            self._bind_cache(entry, shape, "cuda")
+            if not contract.updates_in_place(entry.dialect):
+                self._entries = self._bind_new(entry, shape)
         self._run_options = onnxruntime().RunOptions()
         self._run_options.add_run_config_entry("gpu_graph_id", str(next(_graph_ids)))
-        places = dict(zip((i.name for i in session.get_inputs()), session.get_input_memory_infos(), strict=True))
-        self._staged: list[tuple[str, Array, DeviceBuffer]] = []
-        for name, array in self.inputs().items():
-            if places[name].name.lower().startswith("cpu"):  # only arithmetic on lengths reads it, on the CPU
-                self._binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
-                continue
-            buffer = DeviceBuffer(array.nbytes)
-            self._staged.append((name, array, buffer))
-            self._binding.bind_input(name, "cuda", 0, np.int64, array.shape, buffer.address)
-        self._device_logits = DeviceBuffer(self.logits.nbytes)
-        self._binding.bind_output(
-            contract.LOGITS, "cuda", 0, np.float32, self.logits.shape, self._device_logits.address
-        )
-        self._new: dict[str, DeviceBuffer] = {}  # entries that the backend writes to the cache, by past name
-        self._new_shape = shape.new_entries(cache)
-        self._bind_cache(entry, cache, shape)
 
-    def _bind_cache(self, entry: EngineEntry, cache: KVCache, shape: PassShape) -> None:
-        in_place = contract.updates_in_place(entry.dialect)
-        outputs = contract.present_names(entry.kv_layers) if in_place else contract.new_names(entry.kv_layers)
-        kind = cache.dtype.type
-        for past, output in zip(contract.past_names(entry.kv_layers), outputs, strict=True):
-            address, cached = cache.address(past, shape.slot), shape.cached(cache)
-            self._binding.bind_input(past, "cuda", 0, kind, cached, address)
-            if in_place:
-                self._binding.bind_output(output, "cuda", 0, kind, cached, address)
-            else:
-                self._new[past] = DeviceBuffer(int(np.prod(self._new_shape)) * cache.dtype.itemsize)
-                self._binding.bind_output(output, "cuda", 0, kind, self._new_shape, self._new[past].address)
+    def _bind_inputs(self) -> None:
+        session, arrays = self._session, self._inputs.arrays
+        places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+        on_host = {i.name for i, info in places if info.name.lower().startswith("cpu")}
+        for name, array in arrays.items():
+            # Arithmetic on lengths may read an input on the CPU: that one is bound where the caller writes it.
+            device = "cpu" if name in on_host else "cuda"
+            address = array.ctypes.data if name in on_host else self._inputs.addresses[name]
+            self._binding.bind_input(name, device, 0, np.int64, array.shape, address)
+
+    def _bind_new(self, entry: EngineEntry, shape: PassShape) -> NewEntries:
+        """Bind what a pass of the dialect `decomposed` gives to memory that all passes share."""
+        heads, head_dim = self._cache.shape[1], self._cache.shape[3]
+        names = contract.new_names(entry.kv_layers)
+        pitch = shape.width * head_dim * self._cache.dtype.itemsize
+        rows = padded_rows(shape.batch * heads, pitch)
+        memory = scratch("new KV entries of onnxruntime", len(names) * rows * pitch)
+        for index, name in enumerate(names):
+            address = memory.address + index * rows * pitch
+            size = (shape.batch, heads, shape.width, head_dim)
+            self._binding.bind_output(name, "cuda", 0, self._cache.dtype.type, size, address)
+        block = Block(memory.address, pitch, rows)
+        past = contract.past_names(entry.kv_layers)
+        return NewEntries(self._cache, past, shape.slot, memory, block, shape.width)
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32]:
+        """The logits ``[B, R, V]`` of the last run, copied from the GPU when they are first read."""
+        host = self._memory.host()
+        size = int(np.prod(self._shape))
+        if not self._fetched:
+            with self._device.exclusive():
+                copy(host.address, self._memory.device.address, 4 * size, f"logits of {self._name} from the GPU")
+                self._device.stream.synchronize()
+            self._fetched = True
+        whole: npt.NDArray[np.float32] = host.array[:size].reshape(self._shape)
+        return whole
 
     def _run(self) -> None:
         with self._device.exclusive():
-            for name, array, buffer in self._staged:
-                copy(buffer.address, array.ctypes.data, array.nbytes, name)
+            self._inputs.to_device()
             self._execute(self._run_options)
-            for name, entries in self._new.items():
-                self._cache_new(name, entries)
-            copy(self.logits.ctypes.data, self._device_logits.address, self.logits.nbytes, "logits")
+            if self._entries is not None:
+                self.kv_bytes_copied += self._entries.queue(self.write_index)
             self._device.stream.synchronize()
-
-    def _cache_new(self, name: str, entries: DeviceBuffer) -> None:
-        _, heads, width, head_dim = self._new_shape
-        pitch = head_dim * self._cache.dtype.itemsize
-        for row, start in enumerate(self.write_index.tolist()):
-            source = Block(entries.address + row * heads * width * pitch, pitch, width)
-            address = self._cache.address(name, self._slot + row) + start * pitch
-            copy_block(Block(address, pitch, self._cache.model.capacity), source, pitch, width, heads, "new KV entries")
-        self.kv_bytes_copied += entries.size
+        self._fetched = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,6 @@ from .threads import first_line
 
 __all__ = ["HostPass", "OrtPass", "PassShape"]
 
-Array = npt.NDArray[Any]
-
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
@@ -32,50 +29,49 @@ class PassShape:
     vocab: int
     slot: int
 
-    def new_entries(self, cache: KVCache) -> tuple[int, int, int, int]:
-        """Shape of the entries that one pass gives of one cache tensor: ``[B, Hkv, S, D]``."""
-        return (self.batch, cache.model.kv_heads, self.width, cache.model.head_dim)
+    @property
+    def logits(self) -> tuple[int, int, int]:
+        return (self.batch, self.rows, self.vocab)
 
-    def cached(self, cache: KVCache) -> tuple[int, int, int, int]:
-        """Shape of the part of one cache tensor that a pass is bound to: ``[B, Hkv, Lmax, D]``."""
-        return (self.batch, cache.model.kv_heads, cache.model.capacity, cache.model.head_dim)
+    def inputs(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs that change from pass to pass, all int64."""
+        return {
+            contract.INPUT_IDS: (self.batch, self.width),
+            contract.WRITE_INDEX: (self.batch,),
+            contract.LOGIT_ROWS: (self.batch, self.rows),
+        }
+
+    def cached(self, cache: KVCache) -> tuple[int, ...]:
+        """Shape of the part of one cache tensor that a pass is bound to."""
+        return (self.batch, *cache.shape[1:])
 
 
 class OrtPass:
-    """One engine bound to one run of slots (see :class:`kvrelay.engine.BoundPass`).
+    """One engine bound to one run of slots (see :class:`kvrelay.engine.BoundPass`); subclasses bind the memory.
 
-    The arrays lie in host memory; subclasses bind them or what mirrors them on a device.
+    Args:
+        session: of the engine.
+        entry: the engine.
+        cache: the cache, kept: it is bound by address.
+        inputs: the arrays that the caller fills, by name.
     """
 
     def __init__(
-        self,
-        session: Any,
-        entry: EngineEntry,
-        cache: KVCache,
-        shape: PassShape,
-        logits: npt.NDArray[np.float32],
-        whole_numbers: Callable[[tuple[int, ...]], npt.NDArray[np.int64]],
+        self, session: Any, entry: EngineEntry, cache: KVCache, inputs: dict[str, npt.NDArray[np.int64]]
     ) -> None:
         self._session = session
-        self._cache = cache  # bound by address: keep it alive
+        self._cache = cache
         self._name = entry.name
-        self._slot = shape.slot
         self._binding = session.io_binding()
-        self.input_ids = whole_numbers((shape.batch, shape.width))
-        self.write_index = whole_numbers((shape.batch,))
-        self.logit_rows = whole_numbers((shape.batch, shape.rows))
-        self.logits = logits[: shape.batch * shape.rows * shape.vocab].reshape(shape.batch, shape.rows, shape.vocab)
+        self.input_ids = inputs[contract.INPUT_IDS]
+        self.write_index = inputs[contract.WRITE_INDEX]
+        self.logit_rows = inputs[contract.LOGIT_ROWS]
         self.seconds = 0.0
         self.runs = 0
         self.kv_bytes_copied = 0
 
-    def inputs(self) -> dict[str, npt.NDArray[np.int64]]:
-        """The host arrays that a caller fills, by name."""
-        return {
-            contract.INPUT_IDS: self.input_ids,
-            contract.WRITE_INDEX: self.write_index,
-            contract.LOGIT_ROWS: self.logit_rows,
-        }
+    def top(self) -> None:
+        """Nothing shorter than whole rows is at hand."""
 
     def run(self) -> None:
         """Run the engine once over the bound memory.
@@ -88,11 +84,18 @@ class OrtPass:
         self.seconds += time.perf_counter() - start
         self.runs += 1
 
-    def top(self) -> None:
-        """Whole rows lie on the host: nothing shorter is needed."""
-
     def _run(self) -> None:
         raise NotImplementedError
+
+    def _bind_cache(self, entry: EngineEntry, shape: PassShape, device: str) -> None:
+        """Bind past and, if the engine updates the cache, present at the cache's own addresses."""
+        cache, kind, size = self._cache, self._cache.dtype.type, shape.cached(self._cache)
+        names = zip(contract.past_names(entry.kv_layers), contract.present_names(entry.kv_layers), strict=True)
+        for past, present in names:
+            address = cache.address(past, shape.slot)
+            self._binding.bind_input(past, device, 0, kind, size, address)
+            if contract.updates_in_place(entry.dialect):
+                self._binding.bind_output(present, device, 0, kind, size, address)
 
     def _execute(self, options: Any | None = None) -> None:
         try:
@@ -112,35 +115,25 @@ class HostPass(OrtPass):
         shape: PassShape,
         logits: npt.NDArray[np.float32] | None,
     ) -> None:
-        if logits is None:
-            logits = _aligned((shape.batch * shape.rows * shape.vocab,), np.float32)
-        super().__init__(session, entry, cache, shape, logits, lambda size: _aligned(size, np.int64))
-        for name, array in self.inputs().items():
+        inputs: dict[str, Any] = {name: aligned_zeros(size, np.int64) for name, size in shape.inputs().items()}
+        super().__init__(session, entry, cache, inputs)
+        memory: Any = aligned_zeros(shape.logits, np.float32) if logits is None else logits
+        self.logits: npt.NDArray[np.float32] = memory.reshape(-1)[: int(np.prod(shape.logits))].reshape(shape.logits)
+        for name, array in inputs.items():
             self._bind(self._binding.bind_input, name, array)
         self._bind(self._binding.bind_output, contract.LOGITS, self.logits)
-        in_place = contract.updates_in_place(entry.dialect)
-        names = zip(contract.past_names(entry.kv_layers), contract.present_names(entry.kv_layers), strict=True)
-        for past, present in names:
-            address, kind, cached = cache.address(past, shape.slot), cache.dtype.type, shape.cached(cache)
-            self._binding.bind_input(past, "cpu", 0, kind, cached, address)
-            if in_place:
-                self._binding.bind_output(present, "cpu", 0, kind, cached, address)
+        self._bind_cache(entry, shape, "cpu")
         self._appended = None
-        if not in_place:
+        if not contract.updates_in_place(entry.dialect):
             self._appended = AppendedEntries(cache, entry.kv_layers, shape.slot, shape.batch, shape.width)
             for name, new in self._appended.new.items():
                 self._bind(self._binding.bind_output, name, new)
 
     @staticmethod
-    def _bind(bind: Any, name: str, array: Array) -> None:
+    def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:
         bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def _run(self) -> None:
         self._execute()
         if self._appended is not None:
             self.kv_bytes_copied += self._appended.write(self.write_index)
-
-
-def _aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    made: Array = aligned_zeros(shape, dtype)
-    return made
