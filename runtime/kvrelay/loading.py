@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,7 @@ from .trt.plans import find_plan
 
 __all__ = ["Loader"]
 
-_loaded: WeakValueDictionary[tuple[str, str, Place], LoadedEngine] = WeakValueDictionary()
+_loaded: WeakValueDictionary[tuple[str, str, str, Place], LoadedEngine] = WeakValueDictionary()
 _loading = threading.Lock()
 
 
@@ -83,14 +84,15 @@ class Loader:
             except EngineError as error:
                 raise EngineError(f"{error}; if the box's cache is damaged, delete {file.parent}") from None
 
-        return self._once(file, entry, load), entry.file.sha256
+        return self._once(file, entry, entry.file.sha256, load), entry.file.sha256
 
     def _load_ort_on_gpu(self, entry: EngineEntry, file: Path) -> tuple[LoadedEngine, str]:
         from .ort.gpu import OrtGpu  # loads CUDA's bindings
 
         model = self._bundle.manifest.models[entry.model]
         gpu = OrtGpu(self._place.providers, self._cache, model, self._max_batch, self._progress)
-        engine = self._once(file, entry, lambda: OrtEngine(entry, file, prepared=False, gpu=gpu))
+        load = partial(OrtEngine, entry, file, prepared=False, gpu=gpu)
+        engine = self._once(file, entry, entry.file.sha256, load)
         compiled = sorted(tensorrt_engine_folder(entry, self._cache).glob("*.engine"))
         if "tensorrt" not in self._place.providers or not compiled:
             return engine, entry.file.sha256
@@ -105,11 +107,11 @@ class Loader:
         backend = self._place.trt_backend
         plan = find_plan(self._bundle, entry, this_device(backend), self._max_batch)
         model = self._bundle.manifest.models[entry.model]
-        engine = self._once(plan.path, entry, lambda: TrtEngine(entry, model, plan, tensorrt(backend)))
-        return engine, plan.sha256
+        load = partial(TrtEngine, entry, model, plan, tensorrt(backend))
+        return self._once(plan.path, entry, plan.sha256, load), plan.sha256
 
-    def _once(self, file: Path, entry: EngineEntry, load: Callable[[], LoadedEngine]) -> LoadedEngine:
-        key = (str(file.resolve()), entry.name, self._place)
+    def _once(self, file: Path, entry: EngineEntry, sha256: str, load: Callable[[], LoadedEngine]) -> LoadedEngine:
+        key = (str(file.resolve()), sha256, entry.name, self._place)
         engine = _loaded.get(key)
         if engine is None:
             self._progress(f"loading {entry.name}")

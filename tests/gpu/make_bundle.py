@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx
 import torch
 from kvrelay.bundle import open_bundle
@@ -44,8 +45,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    for dialect, precisions in (("standard", ("fp16", "int4")), ("decomposed", ("fp16",))):
-        options = {"dialect": dialect, "precisions": precisions, "verify": WINDOWS, "context": 1024}
+    for dialect, drafts, verify in (
+        ("standard", ("skip", "int4"), WINDOWS),
+        ("decomposed", ("skip",), ((1, 2), (1, 8), (4, 8))),
+    ):
+        options = {"dialect": dialect, "precisions": ("fp16",), "drafts": drafts, "verify": verify, "context": 1024}
         without_weights(export_seeded(folder / dialect, DEFAULT_GEOMETRY, skip=_skip_list(30), **options))
         print(f"{folder / dialect} made")
 
@@ -74,7 +78,7 @@ def export_seeded(output: Path, geometry: dict[str, int], **options: object) -> 
         model.save_pretrained(source)
         _tokenizer(geometry["vocab_size"]).save_pretrained(source)
         return export_bundle(
-            ExportOptions(source=str(source), output=output, name="seeded", drafts=("skip",), **options),  # type: ignore[arg-type]
+            ExportOptions(source=str(source), output=output, name="seeded", **options),  # type: ignore[arg-type]
         )
 
 
@@ -122,12 +126,22 @@ def _piece(content: bytes, name: str, dims: tuple[int, ...], offset: int, length
         weight += ".weight"
         transposed = stored.startswith("_t") and len(dims) == 2
         shape = (dims[1], dims[0] * (32 if "scale" in stored else 1)) if transposed else dims
-        for form, make in FORMS.items():
-            if ("scales" in form) == ("scale" in stored) and make(weight, shape) == wanted:
+        for form in _forms(stored, len(wanted) / int(np.prod(shape))):
+            if FORMS[form](weight, shape) == wanted:
                 return Piece(offset, length, weight, shape, form)
     if length > 2**21:
         raise SystemExit(f"{name} {dims} is too large to travel, and no form of {weight} has its bytes")
     return Piece(offset, length, "", (), base64.b64encode(wanted).decode())
+
+
+def _forms(stored: str, bytes_each: float) -> list[str]:
+    """Return the forms that a tensor may have, by what the exporter added to its name and by its size."""
+    if "scale" in stored:
+        return ["int4 scales kn"]
+    if "int4" in stored:
+        return ["int4 kn"]
+    kind = {4: "float32", 2: "float16"}.get(int(bytes_each), "")
+    return [kind, f"{kind} kn"] if kind else []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,190 @@
+"""Pipelines and engines at places with a GPU, which here is fake: targets on TensorRT, drafts anywhere, one stream."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import kvrelay
+import pytest
+import tiny
+from fake_box import DEVICE, FakeBox, fake_box
+from kvrelay import Engine, EngineError, ParameterError, Pipeline
+from kvrelay.box import Box
+from kvrelay.bundle import Bundle, open_bundle
+from kvrelay.gpu import Gpu
+from kvrelay.kv import kv_bytes
+from kvrelay.place import HOST, place_of
+from kvrelay.shapes import target_shapes
+
+PROMPT = [50, 60, 70, 80, 90, 100, 50, 60, 70]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "seed": 3}
+TENSORRT: dict[str, Any] = {"backend": "tensorrt"}
+ON_CPU: dict[str, Any] = {**TENSORRT, "draft_provider": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def bundle(export_tiny: Callable[..., Path]) -> Bundle:
+    """A Llama of the dialect `standard` with a layer-skipping draft."""
+    path = export_tiny(
+        tiny.target_model(),
+        dialect="standard",
+        precisions=("fp32",),
+        drafts=("skip",),
+        skip=("attention.1",),
+        verify=((1, 2), (1, 4), (2, 4)),
+    )
+    return open_bundle(path)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBox]:
+    """A fake GPU with TensorRT and a plan for every engine, and a box's cache of its own."""
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "plans").mkdir()
+    with fake_box(tmp_path / "plans") as box:
+        monkeypatch.setattr("kvrelay.loading.this_device", lambda _: DEVICE)
+        monkeypatch.setattr("kvrelay.loading.find_plan", lambda b, e, _, most: box.plan(b, e, most))
+        for module in ("loading", "identity"):
+            monkeypatch.setattr(f"kvrelay.{module}.tensorrt", lambda _: box.library)
+        monkeypatch.setattr("kvrelay.identity.require_gpu", lambda: Gpu("Fake GPU", "sm87", 1 << 30, True))
+        monkeypatch.setattr("kvrelay.identity.cuda_versions", lambda: ("12.6", "12.6"))
+        yield box
+
+
+def plain(bundle: Bundle) -> kvrelay.Result:
+    return Pipeline(bundle.path, draft="none").generate(PROMPT, **OPTIONS)
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "skip"])
+def test_a_target_on_tensorrt_gives_the_text_of_onnx_runtime_and_copies_no_kv(
+    bundle: Bundle, gpu: FakeBox, draft: str
+) -> None:
+    found = Pipeline(bundle.path, draft=draft, **TENSORRT).generate(PROMPT, **OPTIONS)
+    wanted = plain(bundle)
+    assert (found.token_ids, found.scores, found.text) == (wanted.token_ids, wanted.scores, wanted.text)
+    assert found.stats.kv_bytes_copied == 0
+
+
+def test_a_draft_on_the_cpu_gets_each_entry_of_a_target_on_the_gpu_once(bundle: Bundle, gpu: FakeBox) -> None:
+    pipe = Pipeline(bundle.path, draft="skip", window=4, **ON_CPU)
+    found = pipe.generate(PROMPT, **OPTIONS)
+    wanted = plain(bundle)
+    assert (found.token_ids, found.scores) == (wanted.token_ids, wanted.scores)
+    assert found.stats.accepted > 0
+    lane = pipe._lanes.free[0]
+    assert lane.target.cache.memory == "cuda"
+    # The skipping draft has the layers 0 and 2. At its last proposal it had all but the last window's entries.
+    seen = found.stats.kv_bytes_copied / kv_bytes(bundle.target, 2, 4, 1)
+    most = len(PROMPT) + len(found.token_ids) - 1
+    assert most - 4 <= seen <= most
+    assert seen == int(seen)
+
+
+def test_costs_of_a_draft_elsewhere_are_kept_apart(bundle: Bundle, gpu: FakeBox, tmp_path: Path) -> None:
+    Pipeline(bundle.path, draft="none", **TENSORRT)
+    Pipeline(bundle.path, draft="none", **ON_CPU)
+    Pipeline(bundle.path, draft="none")
+    names = [f.name for f in (tmp_path / "cache").rglob("*costs*.json")]
+    assert len(names) == 3
+    assert len({re.sub(r".*-", "", name) for name in names}) == 2, "two places of the target"
+    assert sum("costs-with" in name for name in names) == 1
+
+
+def test_findings_about_a_plan_do_not_outlive_it(bundle: Bundle, gpu: FakeBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def verdicts() -> None:
+        box = Box(bundle, None, checked.append, place_of("tensorrt", None))
+        box.verdicts("fp32", [target_shapes(box, "fp32", 1).main])
+
+    verdicts()
+    checked.clear()
+    verdicts()
+    assert not any("bit for bit" in line for line in checked), "it was stored"
+    plan = FakeBox.plan
+    monkeypatch.setattr(FakeBox, "plan", lambda self, b, e, most=4: plan(self, b, e, most + 1))
+    verdicts()
+    assert any("bit for bit" in line for line in checked), "another plan is another engine"
+
+
+def test_a_receipt_names_the_gpu_and_the_plans_and_replays(bundle: Bundle, gpu: FakeBox) -> None:
+    options = {"max_batch": 2, "window": 4, "group": 2, **TENSORRT}
+    with Engine(bundle.path, **options) as engine:
+        result = engine.submit(PROMPT, deterministic=True, **OPTIONS).result()
+    assert result.token_ids == plain(bundle).token_ids
+    assert result.receipt is not None
+    conditions = result.receipt.conditions
+    assert conditions.backend == "tensorrt 10.16.1"
+    assert conditions.provider == "tensorrt"
+    assert conditions.device == "Fake GPU (sm87)"
+    assert conditions.libraries == "CUDA 12.6, driver for CUDA 12.6"
+    for entry in bundle.engines(role="verify"):
+        assert conditions.engines[entry.name] not in ("", entry.file.sha256), "the plan's own hash"
+    with Engine(bundle.path, **options) as engine:
+        again = engine.submit(PROMPT, deterministic=True, **OPTIONS).result()
+    assert again.receipt == result.receipt
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 5])
+def test_the_end_of_the_context_fits_the_profiles(bundle: Bundle, gpu: FakeBox, left: int) -> None:
+    prompt = [(7 * i) % 250 + 4 for i in range(bundle.target.context - left)]
+    pipe = Pipeline(bundle.path, draft="skip", window=4, **TENSORRT)
+    if not left:
+        with pytest.raises(kvrelay.PromptError):
+            pipe.generate(prompt, **OPTIONS)
+        return
+    for _ in range(2):
+        found = pipe.generate(prompt, **OPTIONS)
+        assert (len(found.token_ids), found.finish_reason) == (left, "length")
+    assert found.token_ids == Pipeline(bundle.path, draft="none").generate(prompt, **OPTIONS).token_ids
+
+
+def test_generations_of_several_threads_take_turns_on_one_gpu(bundle: Bundle, gpu: FakeBox) -> None:
+    pipe = Pipeline(bundle.path, draft="skip", window=4, **TENSORRT)
+    prompts = [[4 + i, 50, 60, 70 + i] for i in range(6)]
+    wanted = [Pipeline(bundle.path, draft="none").generate(p, **OPTIONS).token_ids for p in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda p: pipe.generate(p, **OPTIONS).token_ids, prompts))
+    assert found == wanted
+
+
+def test_one_pass_in_two_threads_is_refused(bundle: Bundle, gpu: FakeBox) -> None:
+    bound = Pipeline(bundle.path, draft="none", **TENSORRT)._lanes.free[0].target._plain
+    refused: list[str] = []
+
+    def second() -> None:
+        try:
+            bound.run()
+        except EngineError as error:
+            refused.append(str(error))
+
+    def hook(_: Any) -> None:
+        gpu.library.hook = lambda _: None
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    gpu.library.hook = hook
+    bound.launcher = lambda: hook(None)  # type: ignore[attr-defined]
+    bound.run()
+    assert len(refused) == 1 and "bind one for each thread" in refused[0]
+
+
+def test_threads_belong_to_onnxruntime(bundle: Bundle, gpu: FakeBox) -> None:
+    with pytest.raises(ParameterError, match="no thread pool"):
+        Pipeline(bundle.path, draft="none", threads=2, **TENSORRT)
+    assert Pipeline(bundle.path, draft="skip", threads=2, **ON_CPU).threads == 1
+
+
+def test_a_dialect_that_a_backend_cannot_run_is_refused_before_a_plan_is_looked_for(
+    export_tiny: Callable[..., Path], gpu: FakeBox
+) -> None:
+    path = export_tiny(verify=((1, 2), (1, 4)))
+    with pytest.raises(EngineError, match=r"the dialect ort is not for tensorrt.*--dialect standard or decomposed"):
+        Pipeline(path, draft="none", **TENSORRT)
+    assert place_of("onnxruntime", None) == HOST
