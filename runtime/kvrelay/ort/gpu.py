@@ -23,7 +23,7 @@ from ..trt.buffers import Staged, logit_memory, padded_rows, scratch
 from ..trt.passes import NewEntries
 from .library import onnxruntime
 from .passes import OrtPass, PassShape
-from .providers import PROVIDERS, check_providers, preload, quiet
+from .providers import PROVIDERS, check_providers, explained, preload, quiet
 from .tensorrt_options import tensorrt_options
 from .threads import load_session
 
@@ -76,7 +76,7 @@ class OrtGpu:
                 return load_session(file, options, self._providers(entry, graphs=True))
             except EngineError as error:
                 if "graph capture" not in str(error):
-                    raise
+                    raise explained(error, self.providers) from None
                 self._progress(f"engine {entry.name} runs without a CUDA graph: {error}")
                 return load_session(file, options, self._providers(entry, graphs=False))
 

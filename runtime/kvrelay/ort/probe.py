@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..errors import KvrelayError
+from ..errors import EngineError, KvrelayError
 from .library import onnxruntime
-from .providers import PROVIDERS, check_assignment, preload, quiet
+from .providers import PROVIDERS, check_assignment, explained, preload, quiet
 from .threads import load_session
 
 __all__ = ["listed_providers", "why_it_does_not_run"]
@@ -37,6 +37,8 @@ def why_it_does_not_run(provider: str) -> str | None:
         with quiet():
             session = load_session(_RELU, options, [PROVIDERS[provider]])
         check_assignment(session, (provider,), "probe")
+    except EngineError as error:
+        return str(explained(error, (provider,))).removeprefix("engine probe: ")
     except KvrelayError as error:
-        return str(error).removeprefix("engine probe: ")
+        return str(error)
     return None

@@ -17,7 +17,16 @@ from typing import Any
 from ..errors import BackendMissingError, CudaError, EngineError, ParameterError
 from .library import onnxruntime
 
-__all__ = ["PROVIDERS", "check_assignment", "check_providers", "parse_providers", "preload", "quiet", "why_not"]
+__all__ = [
+    "PROVIDERS",
+    "check_assignment",
+    "check_providers",
+    "explained",
+    "parse_providers",
+    "preload",
+    "quiet",
+    "why_not",
+]
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 
@@ -108,6 +117,13 @@ def check_assignment(session: Any, wanted: tuple[str, ...], engine: str) -> None
             f"engine {engine}: {PROVIDERS[wanted[0]]} does not run {shown}, which would fall back to the CPU; "
             f'allow that with provider="{",".join(wanted)},cpu", or use a bundle of the dialect standard in fp16'
         )
+
+
+def explained(error: EngineError, wanted: tuple[str, ...]) -> EngineError:
+    """Return ``error`` of loading a session, with a cause where ONNX Runtime names only a page on the web."""
+    if "tensorrt" in wanted and "install TensorRT libraries" in str(error):
+        return EngineError(f"{PROVIDERS['tensorrt']} did not start: {why_not('tensorrt')}")
+    return error
 
 
 def why_not(provider: str) -> str:
