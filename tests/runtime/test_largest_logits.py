@@ -58,8 +58,8 @@ def host_of(row: np.ndarray) -> Device:
     return Device(row[None, None], None)
 
 
-# Few values, so that ties are everywhere: at the top, at the edge of top-k, at the edge of what the GPU found.
-tied = st.lists(st.integers(0, 4).map(lambda x: x / 2), min_size=PADDED, max_size=PADDED)
+# Equal values in groups, so that ties are everywhere: at the top, at the edge of top-k and of what the GPU found.
+tied = st.tuples(st.integers(1, 9), st.permutations(range(PADDED))).map(lambda x: [i // x[0] / 2 for i in x[1]])
 free = st.lists(st.floats(-30, 30, width=32), min_size=PADDED, max_size=PADDED)
 sampled = st.fixed_dictionaries(
     {
@@ -122,6 +122,21 @@ def test_the_lowest_of_tied_leaders_wins_however_many_there_are(ties: int) -> No
         assert bound.fetched == (ties >= COUNT)
 
 
+@pytest.mark.parametrize("top_k", range(1, COUNT))
+def test_ties_at_the_edge_of_top_k_go_to_the_lower_ids_of_the_whole_row(top_k: int) -> None:
+    decided = 0
+    for seed in range(300):
+        order = np.random.default_rng(seed)
+        group = seed % 9 + 1
+        row = (order.permutation(PADDED) // group * 0.01).astype(np.float32)  # all but equally likely
+        row[VOCAB:] = -1
+        bound = device_of(row, order)
+        sampler = Sampler(SamplingParams(temperature=5.0, top_k=top_k), seed, VOCAB, [])
+        assert sampler.choose(LogitRow(bound, 0, 0), seed) == sampler.pick(row, seed)  # type: ignore[arg-type]
+        decided += not bound.fetched
+    assert 0 < decided < 300
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", [0, 20, VOCAB - 1])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 3}])
@@ -140,11 +155,12 @@ def test_a_row_that_is_not_numbers_is_an_error_wherever_the_whole_row_is_one(
 
 
 @settings(max_examples=200)
-@given(tied | free, sampled | greedy | st.just({"temperature": 1.0}), st.integers(0, 2**32 - 1))
-def test_a_score_is_that_of_the_whole_row(values: list[float], options: Any, seed: int) -> None:
+@given(tied | free, sampled | greedy | st.just({"temperature": 1.0}), st.integers(0, 2**32 - 1), st.booleans())
+def test_a_score_is_that_of_the_whole_row(values: list[float], options: Any, seed: int, padded: bool) -> None:
     row = np.array(values, np.float32)
+    row[VOCAB:] += 4
     found = []
-    for bound in (device_of(row, np.random.default_rng(seed)), host_of(row)):
+    for bound in (device_of(row, np.random.default_rng(seed), padded=padded), host_of(row)):
         sampler = Sampler(SamplingParams(**options), seed, VOCAB, [5])
         request = Request([5], 9, sampler, TextStream(str), frozenset())
         token = request.decide(rows_of(bound)[0][0])  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_box import FakeBox, bundle_of_dialect, fake_box
 from kvrelay.bundle import Bundle
-from kvrelay.cuda import Device, DeviceBuffer, PinnedArray
+from kvrelay.cuda import Device, DeviceBuffer, PinnedArray, copy
 from kvrelay.errors import CudaError, MemoryBudgetError
 from kvrelay.kv import HandOver, KVCache
 
@@ -97,6 +97,15 @@ def test_memory_dropped_during_a_capture_is_freed_after_it(fake: FakeBox) -> Non
         fake.cuda.cudaGraphDestroy(graph)
     assert not fake.cuda.memory
     assert not fake.cuda.pinned
+
+
+def test_page_locked_memory_outlives_the_copies_from_it(fake: FakeBox) -> None:
+    there, here = DeviceBuffer(64), PinnedArray((64,), "uint8")
+    here.array[:] = 7
+    copy(there.address, here.address, 64, "a test")
+    del here
+    assert not fake.cuda.pinned
+    assert (fake.cuda.memory[there.address] == 7).all()
 
 
 def test_views_keep_page_locked_memory(fake: FakeBox) -> None:
