@@ -86,6 +86,12 @@ def leave(box: FakeBox) -> None:
         assert box.cuda.live() == []
 
 
+def bundle_of_dialect(bundle: Bundle, dialect: str) -> Bundle:
+    """The same bundle, its engines said to be of another dialect."""
+    engines = [e.model_copy(update={"dialect": dialect}) for e in bundle.manifest.engines]
+    return Bundle(bundle.path, bundle.manifest.model_copy(update={"engines": engines}))
+
+
 class Loop:
     """One lane of the draft-verify loop over engines of either backend."""
 

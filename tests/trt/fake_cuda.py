@@ -122,8 +122,8 @@ class FakeCuda:
                 if self.failing == len(self.calls) - 1:
                     if "Free" in name or "Destroy" in name:
                         self.lost.add(name)
-                    if name == "cudaStreamEndCapture":  # the capture is over all the same
-                        call(*arguments)
+                    if name == "cudaStreamEndCapture":  # the capture is over all the same, and gives no graph
+                        self.handles.discard(call(*arguments)[1])
                     return Code.cudaErrorLaunchFailure, *[None] * (len(_GIVES.get(name, "")))
                 return call(*arguments)
 
@@ -146,8 +146,10 @@ class FakeCuda:
         return Code.cudaSuccess, SimpleNamespace(name=b"Fake GPU".ljust(256, b"\0"), major=8, minor=7)
 
     def cudaMemGetInfo(self) -> tuple[Any, ...]:
-        used = sum(m.nbytes for m in self.memory.values())
-        return Code.cudaSuccess, self.total - used, self.total
+        return Code.cudaSuccess, self._free(), self.total
+
+    def _free(self) -> int:
+        return self.total - sum(m.nbytes for m in self.memory.values())
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class FakeCuda:
             return Code.cudaErrorStreamCaptureUnsupported, None
         if size <= 0:
             return Code.cudaErrorInvalidValue, None
-        if size > self.cudaMemGetInfo()[1]:
+        if size > self._free():
             return Code.cudaErrorMemoryAllocation, None
         address, self._next = self._next, self._next + -(-size // 256) * 256 + 4096
         raw = np.full(size + 64, _POISON, np.uint8)

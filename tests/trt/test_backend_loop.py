@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny
-from fake_box import FakeBox, Loop, fake_box
-from kvrelay.bundle import Bundle, open_bundle
+from fake_box import FakeBox, Loop, bundle_of_dialect, fake_box
+from kvrelay.bundle import Bundle
 from kvrelay.errors import EngineError
 from kvrelay.kv import KVCache
 from kvrelay.trt import buffers
@@ -27,33 +25,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def bundle(export_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A Llama of the dialect `standard`, and a draft model with more padded ids, which shout."""
-    cousin = tiny.save_model(tmp_path_factory.mktemp("drafts") / "cousin", tiny.cousin_of(tiny.target_model()))
-    path = export_tiny(
-        tiny.target_model(), dialect="standard", draft_models=(str(cousin),), verify=((1, 2), (1, 4), (2, 4))
-    )
-    return open_bundle(path)
-
-
-@pytest.fixture
-def box(tmp_path: Path) -> Iterator[FakeBox]:
-    with fake_box(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def wanted(bundle: Bundle) -> dict[str, Any]:
+def wanted(standard_bundle: Bundle) -> dict[str, Any]:
     """What ONNX Runtime gives without a draft."""
-    loop = Loop(bundle, None)
+    loop = Loop(standard_bundle, None)
     return {way: loop(PROMPT, max_new_tokens=40, ignore_eos=True, **options) for way, options in WAYS.items()}
 
 
 @pytest.mark.parametrize("draft", ["none", "self", "ngram", "cousin"])
 def test_it_gives_the_tokens_and_scores_of_onnx_runtime(
-    bundle: Bundle, box: FakeBox, wanted: dict[str, Any], draft: str
+    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any], draft: str
 ) -> None:
-    loop = Loop(bundle, box, draft)
+    loop = Loop(standard_bundle, fake, draft)
     accepted = 0
     for way, options in WAYS.items():
         found = loop(PROMPT, max_new_tokens=40, ignore_eos=True, **options)
@@ -65,10 +47,10 @@ def test_it_gives_the_tokens_and_scores_of_onnx_runtime(
 
 
 def test_engines_that_cannot_update_the_cache_give_the_same_and_their_bytes_are_counted(
-    bundle: Bundle, box: FakeBox, wanted: dict[str, Any]
+    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
 ) -> None:
-    appending = bundle_of_dialect(bundle, "decomposed")
-    found = Loop(appending, box, "self", append=True)(PROMPT, max_new_tokens=40, ignore_eos=True)
+    appending = bundle_of_dialect(standard_bundle, "decomposed")
+    found = Loop(appending, fake, "self", append=True)(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert found.token_ids == wanted["greedy"].token_ids
     assert found.scores == wanted["greedy"].scores
     entry = 2 * 3 * 2 * 16 * 4  # key and value, layers, heads, head size, bytes
@@ -77,45 +59,41 @@ def test_engines_that_cannot_update_the_cache_give_the_same_and_their_bytes_are_
     assert stats.kv_bytes_copied == fed * entry
 
 
-def bundle_of_dialect(bundle: Bundle, dialect: str) -> Bundle:
-    """The same bundle, its engines said to be of another dialect."""
-    engines = [e.model_copy(update={"dialect": dialect}) for e in bundle.manifest.engines]
-    return Bundle(bundle.path, bundle.manifest.model_copy(update={"engines": engines}))
-
-
-def test_a_request_that_the_largest_logits_decide_copies_no_row_to_the_host(bundle: Bundle, box: FakeBox) -> None:
-    loop = Loop(bundle, box, "self")
-    before = box.cuda.copied
+def test_a_request_that_the_largest_logits_decide_copies_no_row_to_the_host(
+    standard_bundle: Bundle, fake: FakeBox
+) -> None:
+    loop = Loop(standard_bundle, fake, "self")
+    before = fake.cuda.copied
     loop(PROMPT, max_new_tokens=30, ignore_eos=True)
     loop(PROMPT, max_new_tokens=30, ignore_eos=True, **WAYS["top-k"])
     assert all(memory._host is None for memory in buffers._logits[loop.cache])
     runs = sum(p.runs for p in (*loop.target._passes, *loop.drafter._passes.values()))  # type: ignore[union-attr]
     # The inputs, and of at most 4 rows 64 values and ids and a sum, each in blocks of 256 bytes: no cache, no row.
-    assert box.cuda.copied - before <= runs * (3 * 256 + 2 * 4 * 256 + 256)
+    assert fake.cuda.copied - before <= runs * (3 * 256 + 2 * 4 * 256 + 256)
     loop(PROMPT, max_new_tokens=5, ignore_eos=True, **WAYS["penalised"])
     assert any(memory._host is not None for memory in buffers._logits[loop.cache])
 
 
 def test_a_plan_without_the_largest_logits_hands_over_whole_rows(
-    bundle: Bundle, box: FakeBox, wanted: dict[str, Any]
+    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
 ) -> None:
-    loop = Loop(bundle, box, top=False)
+    loop = Loop(standard_bundle, fake, top=False)
     assert loop.target._plain.top() is None
     found = loop(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert (found.token_ids, found.scores) == (wanted["greedy"].token_ids, wanted["greedy"].scores)
 
 
-def test_passes_are_replayed_as_graphs_from_the_second_run_on(bundle: Bundle, box: FakeBox) -> None:
-    loop = Loop(bundle, box, "self")
+def test_passes_are_replayed_as_graphs_from_the_second_run_on(standard_bundle: Bundle, fake: FakeBox) -> None:
+    loop = Loop(standard_bundle, fake, "self")
     bound = loop.target._plain
     results = []
     for run in range(4):
         bound.input_ids[:] = 9
         bound.write_index[:] = 5
         bound.logit_rows[:] = np.arange(2)
-        calls = len(box.cuda.calls)
+        calls = len(fake.cuda.calls)
         bound.run()
-        made = box.cuda.calls[calls:]
+        made = fake.cuda.calls[calls:]
         assert ("cudaGraphLaunch" in made) == (run > 0)
         assert made.count("cudaStreamBeginCapture") == (run == 1)
         if run > 1:
@@ -124,32 +102,36 @@ def test_passes_are_replayed_as_graphs_from_the_second_run_on(bundle: Bundle, bo
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
-def test_without_graphs_every_run_is_queued_call_by_call(bundle: Bundle, box: FakeBox, wanted: dict[str, Any]) -> None:
-    found = Loop(bundle, box, "self", graphs=False)(PROMPT, max_new_tokens=40, ignore_eos=True)
+def test_without_graphs_every_run_is_queued_call_by_call(
+    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
+) -> None:
+    found = Loop(standard_bundle, fake, "self", graphs=False)(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert found.token_ids == wanted["greedy"].token_ids
-    assert "cudaGraphLaunch" not in box.cuda.calls
+    assert "cudaGraphLaunch" not in fake.cuda.calls
 
 
 def test_a_library_that_captures_by_itself_is_left_to_it(
-    bundle: Bundle, tmp_path: Path, wanted: dict[str, Any]
+    standard_bundle: Bundle, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:
     with fake_box(tmp_path, captures=True) as box:
-        found = Loop(bundle, box, "self")(PROMPT, max_new_tokens=40, ignore_eos=True)
+        found = Loop(standard_bundle, box, "self")(PROMPT, max_new_tokens=40, ignore_eos=True)
         assert found.token_ids == wanted["greedy"].token_ids
         assert all(context.captures for context in box.library.contexts)
         assert "cudaStreamBeginCapture" not in box.cuda.calls
 
 
-def test_every_prompt_length_and_a_slot_that_was_used_before_give_the_same(bundle: Bundle, box: FakeBox) -> None:
-    here, there = Loop(bundle, box, "self"), Loop(bundle, None)
+def test_every_prompt_length_and_a_slot_that_was_used_before_give_the_same(
+    standard_bundle: Bundle, fake: FakeBox
+) -> None:
+    here, there = Loop(standard_bundle, fake, "self"), Loop(standard_bundle, None)
     for length in (1, 15, 16, 17, 40, 3):
         options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
         assert here(LONG[:length], **options).token_ids == there(LONG[:length], **options).token_ids
 
 
-def test_lanes_of_several_threads_give_what_they_give_alone(bundle: Bundle, box: FakeBox) -> None:
+def test_lanes_of_several_threads_give_what_they_give_alone(standard_bundle: Bundle, fake: FakeBox) -> None:
     prompts = [LONG[i : i + 9] for i in (0, 11, 22)]
-    loops = [Loop(bundle, box, "self") for _ in prompts]
+    loops = [Loop(standard_bundle, fake, "self") for _ in prompts]
     options: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
     alone = [loop(prompt, **options).token_ids for loop, prompt in zip(loops, prompts, strict=True)]
     together: list[Any] = [None] * 3
@@ -165,15 +147,15 @@ def test_lanes_of_several_threads_give_what_they_give_alone(bundle: Bundle, box:
     assert together == alone
 
 
-def test_a_pass_in_use_by_another_thread_is_refused(bundle: Bundle, box: FakeBox) -> None:
-    bound = Loop(bundle, box).target._plain
+def test_a_pass_in_use_by_another_thread_is_refused(standard_bundle: Bundle, fake: FakeBox) -> None:
+    bound = Loop(standard_bundle, fake).target._plain
     inside, leave = threading.Event(), threading.Event()
 
     def hold(_: Any) -> None:
         inside.set()
         leave.wait(20)
 
-    box.library.hook = hold
+    fake.library.hook = hold
     thread = threading.Thread(target=bound.run)
     thread.start()
     assert inside.wait(20)
@@ -183,12 +165,12 @@ def test_a_pass_in_use_by_another_thread_is_refused(bundle: Bundle, box: FakeBox
     thread.join()
 
 
-def test_neighbouring_slots_run_in_one_pass_and_others_are_left_alone(bundle: Bundle, box: FakeBox) -> None:
-    (entry,) = [e for e in bundle.engines(role="verify") if e.batch == 2]
-    model = bundle.target
+def test_neighbouring_slots_run_in_one_pass_and_others_are_left_alone(standard_bundle: Bundle, fake: FakeBox) -> None:
+    (entry,) = [e for e in standard_bundle.engines(role="verify") if e.batch == 2]
+    model = standard_bundle.target
     cache = KVCache(model, range(model.layers), slots=4, memory="cuda")
-    bound = box.engine(bundle, entry).bind(cache, 4, 4, slot=1, batch=2)
-    single = Loop(bundle, None)
+    bound = fake.engine(standard_bundle, entry).bind(cache, 4, 4, slot=1, batch=2)
+    single = Loop(standard_bundle, None)
     bound.input_ids[:] = [[5, 6, 7, 8], [9, 10, 11, 12]]
     bound.write_index[:] = [0, 0]
     bound.logit_rows[:] = np.arange(4)
