@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,8 +163,10 @@ def test_a_jetson_is_known_by_its_release(tmp_path: Path, release: str, jetpack:
     assert jetson(tmp_path) == f"NVIDIA Jetson AGX Orin, Jetson Linux {'of ' if 'unknown' in jetpack else ''}{jetpack}"
 
 
-def test_the_command_line_says_in_one_line_what_is_missing(llama_bundle: Path, run_cli: Callable[..., Any]) -> None:
-    done = run_cli("run", llama_bundle, "hello", "--backend", "tensorrt", "-n", 3)
+def test_the_command_line_says_in_one_line_what_is_missing(llama_bundle: Path) -> None:
+    code = "from kvrelay.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", str(llama_bundle), "hello", "--backend", "tensorrt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("kvrelay: ")]
     assert "dialect ort is not for tensorrt" in line or "kvrelay[tensorrt]" in line

@@ -82,14 +82,14 @@ class FakeSession:
         addresses = tuple(a for _, a, *_ in (*binding.inputs.values(), *binding.outputs.values()))
         graph = options.get_run_config_entry("gpu_graph_id")
         assert self.graphs.setdefault(graph, addresses) == addresses, "a graph has the addresses of its capture"
-        (stream,) = [h for h in cuda.handles if int(h) == self._stream]
-        cuda._drain(stream)
+        with cuda.lock:
+            (stream,) = [h for h in cuda.handles if int(h) == self._stream]
+            cuda._drain(stream)
         real = self._real.io_binding()
         for bind, bound in ((real.bind_input, binding.inputs), (real.bind_output, binding.outputs)):
             for name, (kept, address, dtype, shape) in bound.items():
-                memory = (
-                    kept if kept is not None else cuda.view(address, int(np.prod(shape)) * np.dtype(dtype).itemsize)
-                )
+                size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+                memory = kept if kept is not None else cuda.view(address, size)
                 bind(name, "cpu", 0, dtype, shape, memory.ctypes.data)
         self._real.run_with_iobinding(real)
 
