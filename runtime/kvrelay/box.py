@@ -87,9 +87,11 @@ class Box:
 
     def key(self, shape: Shape) -> str:
         """Return the name under which findings about ``shape`` are stored: compiled anew, it is another shape."""
-        entry = shape.engine.entry
+        return shape.name + self._compiled(shape.engine.entry)
+
+    def _compiled(self, entry: EngineEntry) -> str:
         digest = self.sha256(entry)
-        return shape.name if digest == entry.file.sha256 else f"{shape.name}#{digest[:12]}"
+        return "" if digest == entry.file.sha256 else f"-{digest[:12]}"
 
     def cache(self, entry: EngineEntry, slots: int = 1) -> KVCache:
         """Return a new cache of the model and the dtype of ``entry``, where its engine is bound to it."""
@@ -176,7 +178,7 @@ class Box:
             return {s.name: Verdict(**stored[self.key(s)]) for s in shapes}
 
         # What it was compared with, where that was compiled for this box, is a part of each verdict.
-        kind = self.key(reference).replace(reference.name, "shapes")
+        kind = "shapes" + self._compiled(reference.engine.entry)
         return self.findings.completed(kind, precision, missing, read)
 
     def batch_ms(self, precision: str, shapes: Sequence[Shape]) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 from ..dialects import dialects_of
@@ -19,16 +21,16 @@ _NAMES: dict[Backend, str] = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-
 
 def gpu_report() -> dict[str, str]:
     """Return facts about GPUs and their libraries by name, in words."""
-    gpu = _gpu()
-    report = {"GPU": gpu or _no_gpu(), "CUDA": _cuda()}
+    usable, gpu = _gpu()
+    report = {"GPU": gpu, "CUDA": _cuda()}
     providers = _providers()
     report["onnxruntime"] = "; ".join(providers.values()) if providers else _missing_onnxruntime()
     libraries = {name: _tensorrt(name) for name in _NAMES}
     report |= {_NAMES[name]: said for name, (_, said) in libraries.items()}
     report["engines on the CPU"] = _on_onnxruntime(["cpu"], providers)
     report["engines on onnxruntime's GPU providers"] = _on_onnxruntime(["cuda", "tensorrt"], providers)
-    for name, (found, said) in libraries.items():
-        report[f"engines on {_NAMES[name]}"] = _on_tensorrt(name, found, said, gpu)
+    for name, (found, _) in libraries.items():
+        report[f"engines on {_NAMES[name]}"] = _on_tensorrt(name, found, usable=usable)
     return report
 
 
@@ -50,23 +52,33 @@ def jetson(root: Path = Path("/")) -> str | None:
     return f"{model}, Jetson Linux {major}.{match[2]}" + (f" ({jetpack})" if jetpack else "")
 
 
-def _gpu() -> str | None:
+def _gpu() -> tuple[bool, str]:
+    """Return whether CUDA can use a GPU, and what to say of it."""
+    driver = _nvidia_smi()
     try:
         found = gpus()
-    except KvrelayError:
-        return None
-    return "; ".join(
+    except KvrelayError as error:
+        return False, f"none can be used: {error}" + (f"; nvidia-smi: {driver}" if driver is not None else "")
+    said = "; ".join(
         f"{g.name} ({g.compute_capability}), {g.bytes / 2**30:.1f} GiB" + (" shared with the CPU" * g.integrated)
         for g in found
     )
+    return True, said
 
 
-def _no_gpu() -> str:
+def _nvidia_smi() -> str | None:
+    """Return what the driver's tool says of GPUs; None where there is no such tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        gpus()
-    except KvrelayError as error:
-        return f"none can be used: {error}"
-    return "none"
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"failed ({error})"
+    lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
+    text = "; ".join(lines) or "nothing said"
+    return text if done.returncode == 0 else f"failed ({text})"
 
 
 def _cuda() -> str:
@@ -122,11 +134,11 @@ def _on_onnxruntime(wanted: list[str], providers: dict[str, str]) -> str:
     return f"can run{where}: dialects {dialects}"
 
 
-def _on_tensorrt(backend: Backend, found: str | None, said: str, gpu: str | None) -> str:
+def _on_tensorrt(backend: Backend, found: str | None, *, usable: bool) -> str:
     if found is None:
-        return f"cannot run: {said}"
+        return f"cannot run: see {_NAMES[backend]}"
     dialects = ", ".join(dialects_of(backend, found)) or "none"
-    if gpu is not None:
+    if usable:
         return f"can run after `kvrelay build`: dialects {dialects}"
     builds = "; `kvrelay build --device sm86,...` works without one" if backend == "tensorrt-rtx" else ""
     return f"cannot run: no GPU (dialects {dialects}{builds})"
