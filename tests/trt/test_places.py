@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -151,28 +150,6 @@ def test_generations_of_several_threads_take_turns_on_one_gpu(bundle: Bundle, gp
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda p: pipe.generate(p, **OPTIONS).token_ids, prompts))
     assert found == wanted
-
-
-def test_one_pass_in_two_threads_is_refused(bundle: Bundle, gpu: FakeBox) -> None:
-    bound = Pipeline(bundle.path, draft="none", **TENSORRT)._lanes.free[0].target._plain
-    refused: list[str] = []
-
-    def second() -> None:
-        try:
-            bound.run()
-        except EngineError as error:
-            refused.append(str(error))
-
-    def hook(_: Any) -> None:
-        gpu.library.hook = lambda _: None
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-
-    gpu.library.hook = hook
-    bound.launcher = lambda: hook(None)  # type: ignore[attr-defined]
-    bound.run()
-    assert len(refused) == 1 and "bind one for each thread" in refused[0]
 
 
 def test_threads_belong_to_onnxruntime(bundle: Bundle, gpu: FakeBox) -> None:

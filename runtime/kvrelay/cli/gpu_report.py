@@ -126,9 +126,11 @@ def _tensorrt(backend: Backend) -> tuple[str | None, str]:
 def _on_onnxruntime(wanted: list[str], providers: dict[str, str]) -> str:
     running = [name for name in wanted if name in providers and providers[name].endswith(f"{name} runs")]
     if not running:
-        package = "cpu" if wanted == ["cpu"] else "gpu"
-        listed = any(name in providers for name in wanted)
-        return "cannot run: see onnxruntime" if listed else f"cannot run: pip install 'kvrelay[{package}]'"
+        if any(name in providers for name in wanted):
+            return "cannot run: see onnxruntime"
+        if "cpu" in providers:
+            return "cannot run: this onnxruntime is the CPU build; pip uninstall it, then pip install 'kvrelay[gpu]'"
+        return f"cannot run: pip install 'kvrelay[{'cpu' if wanted == ['cpu'] else 'gpu'}]'"
     dialects = ", ".join(dialects_of("onnxruntime", onnxruntime().__version__))
     where = "" if wanted == ["cpu"] else f" on {', '.join(running)}"
     return f"can run{where}: dialects {dialects}"
