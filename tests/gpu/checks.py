@@ -160,8 +160,7 @@ class Checks:
         """Repeat passes, which are captured after the first: every run must give the bits of the first."""
         if not self.place.on_gpu:
             return Outcome("CUDA graphs", "skipped", "this place has no GPU")
-        notes: list[str] = []
-        box = Box(self.bundle, None, notes.append, self.place, _BATCH)
+        box = self._box()
         captured, changed = {}, []
         for entry in self.bundle.engines(precision=self.precision):
             bound = _bind(box, entry, box.cache(entry))
@@ -173,8 +172,8 @@ class Checks:
                 if not np.array_equal(bound.logits.view(np.uint32), first.view(np.uint32)):
                     changed.append(entry.name)
             launcher = getattr(bound, "launcher", None)
-            refused = any(entry.name in note and "without a CUDA graph" in note for note in notes)
-            captured[entry.name] = launcher.graph is not None if launcher is not None else not refused
+            by_ort = getattr(box.engine(entry), "captured", False)
+            captured[entry.name] = by_ort if launcher is None else launcher.graph is not None
         detail = f"{sum(captured.values())} of {len(captured)} engines run as CUDA graphs"
         if changed:
             detail += f"; replays changed bits in {', '.join(sorted(set(changed)))}"

@@ -169,6 +169,7 @@ def test_an_engine_that_cannot_be_captured_runs_without_graphs_and_says_so(
     pipe = Pipeline(path, draft="none", progress=said.append, **CUDA)
     assert pipe.generate(PROMPT, **OPTIONS).token_ids == plain(path).token_ids
     assert any("fp32-decode runs without a CUDA graph" in line for line in said)
+    assert not pipe._lanes.box.engine(pipe._lanes._decode).captured
 
 
 def test_engines_that_cannot_update_the_cache_have_their_entries_written_on_the_gpu(

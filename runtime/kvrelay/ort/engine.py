@@ -43,8 +43,9 @@ class OrtEngine:
         self.entry = entry
         self._gpu = gpu
         self.memory: Memory = "host" if gpu is None else "cuda"
+        self.captured = False  # passes run as CUDA graphs
         if gpu is not None:
-            self._session = gpu.load(entry, file, options)
+            self._session, self.captured = gpu.load(entry, file, options)
             check_assignment(self._session, gpu.providers, entry.name)
         else:
             if prepared:

@@ -64,8 +64,8 @@ class OrtGpu:
         self._max_batch = max_batch
         self._progress = progress
 
-    def load(self, entry: EngineEntry, file: Path, options: Any) -> Any:
-        """Return a session, with CUDA graphs where its operators can be captured.
+    def load(self, entry: EngineEntry, file: Path, options: Any) -> tuple[Any, bool]:
+        """Return a session, and whether it runs as CUDA graphs: not where its operators cannot be captured.
 
         Raises:
             EngineError: ONNX Runtime refuses the file.
@@ -73,12 +73,12 @@ class OrtGpu:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         with quiet():
             try:
-                return load_session(file, options, self._providers(entry, graphs=True))
+                return load_session(file, options, self._providers(entry, graphs=True)), True
             except EngineError as error:
                 if "graph capture" not in str(error):
                     raise explained(error, self.providers) from None
                 self._progress(f"engine {entry.name} runs without a CUDA graph: {error}")
-                return load_session(file, options, self._providers(entry, graphs=False))
+                return load_session(file, options, self._providers(entry, graphs=False)), False
 
     def _providers(self, entry: EngineEntry, *, graphs: bool) -> list[tuple[str, dict[str, str]]]:
         shared = {"device_id": "0", "user_compute_stream": str(self._device.stream.handle)}
