@@ -15,6 +15,7 @@ from kvrelay.cli.gpu_report import jetson
 from kvrelay.dialects import dialects_of, refusal
 from kvrelay.gpu import gpus
 from kvrelay.ort import library, probe, providers
+from kvrelay.ort.threads import load_session
 from kvrelay.place import HOST, draft_place_of, place_of
 
 
@@ -63,9 +64,7 @@ def test_arithmetic_on_lengths_may_stay_on_the_cpu() -> None:
 def test_the_real_session_says_where_its_operators_run(llama_bundle: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    session = providers.onnxruntime().InferenceSession(
-        str(llama_bundle / "fp32-decode.onnx"), options, providers=[CPU], enable_fallback=0
-    )
+    session = load_session(llama_bundle / "fp32-decode.onnx", options)
     providers.check_assignment(session, ("cpu",), "decode")
     session.get_providers = lambda: [CUDA, CPU]  # as where CUDA started and took no operator
     with pytest.raises(EngineError, match="GroupQueryAttention"):

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 from fake_box import FakeBox, fake_box
 from kvrelay import Engine, EngineError, Pipeline, Result
+from kvrelay.bundle import Bundle
 from kvrelay.cuda import Device
 from kvrelay.gpu import Gpu
 from kvrelay.kv import KVCache, kv_bytes
@@ -95,20 +95,12 @@ class FakeSession:
 
 
 @pytest.fixture(scope="module")
-def path(export_tiny: Callable[..., Path]) -> Path:
-    return export_tiny(
-        tiny.target_model(),
-        dialect="standard",
-        precisions=("fp32",),
-        drafts=("skip",),
-        skip=("attention.1",),
-        verify=((1, 2), (1, 4), (2, 4)),
-    )
+def path(standard_bundle: Bundle) -> Path:
+    return standard_bundle.path
 
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBox]:
-    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "plans").mkdir()
     with fake_box(tmp_path / "plans") as box:
         monkeypatch.setattr(FakeSession, "box", box, raising=False)
@@ -125,7 +117,7 @@ def plain(path: Path) -> Result:
     return Pipeline(path, draft="none").generate(PROMPT, **OPTIONS)
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "skip", "self"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "self", "cousin"])
 def test_it_gives_the_text_of_the_cpu_and_copies_no_kv(path: Path, gpu: FakeBox, draft: str) -> None:
     found = Pipeline(path, draft=draft, window=4, **CUDA).generate(PROMPT, **OPTIONS)
     wanted = plain(path)
@@ -134,11 +126,11 @@ def test_it_gives_the_text_of_the_cpu_and_copies_no_kv(path: Path, gpu: FakeBox,
 
 
 def test_a_target_on_the_cpu_takes_a_draft_on_the_gpu(path: Path, gpu: FakeBox) -> None:
-    found = Pipeline(path, draft="skip", window=4, draft_provider="cuda").generate(PROMPT, **OPTIONS)
+    found = Pipeline(path, draft="self", window=4, draft_provider="cuda").generate(PROMPT, **OPTIONS)
     assert found.token_ids == plain(path).token_ids
     assert found.stats.accepted > 0
     model = Pipeline(path, draft="none")._bundle.target
-    seen = found.stats.kv_bytes_copied / kv_bytes(model, 2, 4, 1)
+    seen = found.stats.kv_bytes_copied / kv_bytes(model, model.layers, 4, 1)
     most = len(PROMPT) + len(found.token_ids) - 1
     assert most - 4 <= seen <= most
 
@@ -175,7 +167,7 @@ def test_an_engine_that_cannot_be_captured_runs_without_graphs_and_says_so(
 def test_engines_that_cannot_update_the_cache_have_their_entries_written_on_the_gpu(
     export_tiny: Callable[..., Path], gpu: FakeBox
 ) -> None:
-    path = export_tiny(tiny.target_model(), dialect="decomposed", precisions=("fp32",), verify=((1, 2), (1, 4), (2, 4)))
+    path = export_tiny(dialect="decomposed", verify=((1, 2),))
     found = Pipeline(path, draft="none", **CUDA).generate(PROMPT, **OPTIONS)
     wanted = plain(path)
     assert (found.token_ids, found.scores) == (wanted.token_ids, wanted.scores)
@@ -185,7 +177,7 @@ def test_engines_that_cannot_update_the_cache_have_their_entries_written_on_the_
 def test_eight_rows_and_three_threads_share_one_stream(path: Path, gpu: FakeBox) -> None:
     prompts = [[4 + i, 50, 60, 70 + i] for i in range(6)]
     wanted = [Pipeline(path, draft="none").generate(p, **OPTIONS).token_ids for p in prompts]
-    pipe = Pipeline(path, draft="skip", window=4, **CUDA)
+    pipe = Pipeline(path, draft="self", window=4, **CUDA)
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda p: pipe.generate(p, **OPTIONS).token_ids, prompts)) == wanted
     with Engine(path, max_batch=3, window=4, group=2, **CUDA) as engine:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import kvrelay
 import pytest
-import tiny
 from fake_box import DEVICE, FakeBox, fake_box
 from kvrelay import Engine, EngineError, ParameterError, Pipeline
 from kvrelay.box import Box
-from kvrelay.bundle import Bundle, open_bundle
+from kvrelay.bundle import Bundle
 from kvrelay.gpu import Gpu
 from kvrelay.kv import kv_bytes
-from kvrelay.place import HOST, place_of
+from kvrelay.place import place_of
 from kvrelay.shapes import target_shapes
 
 PROMPT = [50, 60, 70, 80, 90, 100, 50, 60, 70]
@@ -27,23 +26,13 @@ ON_CPU: dict[str, Any] = {**TENSORRT, "draft_provider": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def bundle(export_tiny: Callable[..., Path]) -> Bundle:
-    """A Llama of the dialect `standard` with a layer-skipping draft."""
-    path = export_tiny(
-        tiny.target_model(),
-        dialect="standard",
-        precisions=("fp32",),
-        drafts=("skip",),
-        skip=("attention.1",),
-        verify=((1, 2), (1, 4), (2, 4)),
-    )
-    return open_bundle(path)
+def bundle(standard_bundle: Bundle) -> Bundle:
+    return standard_bundle
 
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBox]:
-    """A fake GPU with TensorRT and a plan for every engine, and a box's cache of its own."""
-    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    """A fake GPU with TensorRT and a plan for every engine."""
     (tmp_path / "plans").mkdir()
     with fake_box(tmp_path / "plans") as box:
         monkeypatch.setattr("kvrelay.loading.this_device", lambda _: DEVICE)
@@ -59,7 +48,7 @@ def plain(bundle: Bundle) -> kvrelay.Result:
     return Pipeline(bundle.path, draft="none").generate(PROMPT, **OPTIONS)
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "skip"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "self"])
 def test_a_target_on_tensorrt_gives_the_text_of_onnx_runtime_and_copies_no_kv(
     bundle: Bundle, gpu: FakeBox, draft: str
 ) -> None:
@@ -70,21 +59,24 @@ def test_a_target_on_tensorrt_gives_the_text_of_onnx_runtime_and_copies_no_kv(
 
 
 def test_a_draft_on_the_cpu_gets_each_entry_of_a_target_on_the_gpu_once(bundle: Bundle, gpu: FakeBox) -> None:
-    pipe = Pipeline(bundle.path, draft="skip", window=4, **ON_CPU)
+    pipe = Pipeline(bundle.path, draft="self", window=4, **ON_CPU)
     found = pipe.generate(PROMPT, **OPTIONS)
     wanted = plain(bundle)
     assert (found.token_ids, found.scores) == (wanted.token_ids, wanted.scores)
     assert found.stats.accepted > 0
     lane = pipe._lanes.free[0]
     assert lane.target.cache.memory == "cuda"
-    # The skipping draft has the layers 0 and 2. At its last proposal it had all but the last window's entries.
-    seen = found.stats.kv_bytes_copied / kv_bytes(bundle.target, 2, 4, 1)
+    # At its last proposal the draft had all but the last window's entries.
+    seen = found.stats.kv_bytes_copied / kv_bytes(bundle.target, bundle.target.layers, 4, 1)
     most = len(PROMPT) + len(found.token_ids) - 1
     assert most - 4 <= seen <= most
     assert seen == int(seen)
 
 
-def test_costs_of_a_draft_elsewhere_are_kept_apart(bundle: Bundle, gpu: FakeBox, tmp_path: Path) -> None:
+def test_costs_of_a_draft_elsewhere_are_kept_apart(
+    bundle: Bundle, gpu: FakeBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
     Pipeline(bundle.path, draft="none", **TENSORRT)
     Pipeline(bundle.path, draft="none", **ON_CPU)
     Pipeline(bundle.path, draft="none")
@@ -98,11 +90,11 @@ def test_findings_about_a_plan_do_not_outlive_it(bundle: Bundle, gpu: FakeBox, m
     checked: list[str] = []
 
     def verdicts() -> None:
+        checked.clear()
         box = Box(bundle, None, checked.append, place_of("tensorrt", None))
         box.verdicts("fp32", [target_shapes(box, "fp32", 1).main])
 
     verdicts()
-    checked.clear()
     verdicts()
     assert not any("bit for bit" in line for line in checked), "it was stored"
     plan = FakeBox.plan
@@ -132,7 +124,7 @@ def test_a_receipt_names_the_gpu_and_the_plans_and_replays(bundle: Bundle, gpu: 
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 5])
 def test_the_end_of_the_context_fits_the_profiles(bundle: Bundle, gpu: FakeBox, left: int) -> None:
     prompt = [(7 * i) % 250 + 4 for i in range(bundle.target.context - left)]
-    pipe = Pipeline(bundle.path, draft="skip", window=4, **TENSORRT)
+    pipe = Pipeline(bundle.path, draft="self", window=4, **TENSORRT)
     if not left:
         with pytest.raises(kvrelay.PromptError):
             pipe.generate(prompt, **OPTIONS)
@@ -144,7 +136,7 @@ def test_the_end_of_the_context_fits_the_profiles(bundle: Bundle, gpu: FakeBox, 
 
 
 def test_generations_of_several_threads_take_turns_on_one_gpu(bundle: Bundle, gpu: FakeBox) -> None:
-    pipe = Pipeline(bundle.path, draft="skip", window=4, **TENSORRT)
+    pipe = Pipeline(bundle.path, draft="self", window=4, **TENSORRT)
     prompts = [[4 + i, 50, 60, 70 + i] for i in range(6)]
     wanted = [Pipeline(bundle.path, draft="none").generate(p, **OPTIONS).token_ids for p in prompts]
     with ThreadPoolExecutor(3) as pool:
@@ -155,13 +147,11 @@ def test_generations_of_several_threads_take_turns_on_one_gpu(bundle: Bundle, gp
 def test_threads_belong_to_onnxruntime(bundle: Bundle, gpu: FakeBox) -> None:
     with pytest.raises(ParameterError, match="no thread pool"):
         Pipeline(bundle.path, draft="none", threads=2, **TENSORRT)
-    assert Pipeline(bundle.path, draft="skip", threads=2, **ON_CPU).threads == 1
+    assert Pipeline(bundle.path, draft="self", threads=2, **ON_CPU).threads == 1
 
 
 def test_a_dialect_that_a_backend_cannot_run_is_refused_before_a_plan_is_looked_for(
-    export_tiny: Callable[..., Path], gpu: FakeBox
+    llama_bundle: Path, gpu: FakeBox
 ) -> None:
-    path = export_tiny(verify=((1, 2), (1, 4)))
     with pytest.raises(EngineError, match=r"the dialect ort is not for tensorrt.*--dialect standard or decomposed"):
-        Pipeline(path, draft="none", **TENSORRT)
-    assert place_of("onnxruntime", None) == HOST
+        Pipeline(llama_bundle, draft="none", **TENSORRT)
