@@ -113,6 +113,10 @@ class Names:
         return None
 
     def look_at(self, node: ast.AST, types: dict[str, Any]) -> None:
+        if isinstance(node, ast.Constant) and re.fullmatch(r"cuda[A-Z]\w+", str(node.value)):
+            self.used.add(f"{self.modules[CUDA].__name__.split('.')[-1]}.{node.value}")
+            if not hasattr(self.modules[CUDA], node.value):
+                self.missing.add(f"{self.file.name}: {node.value}")
         if not isinstance(node, ast.Attribute) or node.attr.startswith("__"):
             return
         owner = self.type_of(node.value, types)

@@ -47,7 +47,6 @@ def test_each_call_that_fails_is_one_error_that_names_it_and_leaves_nothing(
         with fake_box(tmp_path) as box:
             box.cuda.failing = number
             message = error_of_a_life(loop_bundle, box)
-            box.cuda.failing = None
         if message is None:  # in a finaliser, which waits and frees: there is nobody to tell but the log
             assert "Free" in name or "Destroy" in name or name == "cudaStreamSynchronize", (number, name)
             message = next(r.getMessage() for r in caplog.records)

@@ -22,7 +22,7 @@ import pytest
 from fake_cuda import FakeCuda
 
 RUNTIME = Path(kvrelay.__file__).parent
-FILES = sorted([*(RUNTIME / "trt").glob("*.py"), *(RUNTIME / "cuda").glob("*.py")])
+FILES = sorted([*(RUNTIME / "trt").glob("*.py"), *(RUNTIME / "cuda").glob("*.py"), *RUNTIME.glob("gpu.py")])
 PROGRAM = Path(__file__).with_name("names_used.py")
 
 # JetPack 6.2, 7.0 and 7.2, and desktops.
@@ -149,6 +149,7 @@ def test_a_wrong_name_would_be_found(downloads: Any, tmp_path: Path, monkeypatch
         "    network.add_shape(None).get_outputs(0)\n"
         "    engine.create_context()\n"
         "    cuda.cudaMallocs(5)\n"
+        "    getattr(cuda, 'cudaFrees')(5)\n"
         "    trt.DataType.FLOAT99\n"
         "    something.execute_async_v3(0)\n"
     )
@@ -159,6 +160,7 @@ def test_a_wrong_name_would_be_found(downloads: Any, tmp_path: Path, monkeypatch
         "DataType.FLOAT99",
         "ICudaEngine.create_context",
         "IShapeLayer.get_outputs",
+        "cudaFrees",
         "runtime.cudaMallocs",
     ]
     assert found["unknown"] == ["wrong.py: something.execute_async_v3"]

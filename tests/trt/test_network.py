@@ -71,6 +71,7 @@ def test_every_cache_tensor_is_updated_in_place_between_a_network_input_and_outp
         *contract.output_names(layers, "standard"),
         contract.TOP_VALUES,
         contract.TOP_IDS,
+        contract.LOG_SUM,
     }
 
 
@@ -92,6 +93,7 @@ def test_the_largest_logits_of_known_ids_are_outputs(standard_bundle: Path, deco
         values, ids = found[contract.TOP_VALUES], found[contract.TOP_IDS]
         assert (values.dtype, ids.dtype) == (trt.float32, trt.int32)
         assert tuple(values.shape) == tuple(ids.shape) == (batch, rows, contract.TOP)
+        assert (found[contract.LOG_SUM].dtype, tuple(found[contract.LOG_SUM].shape)) == (trt.float32, (batch, rows))
         assert found[contract.LOGITS].shape[-1] > open_bundle(bundle).target.vocab_size
 
 
