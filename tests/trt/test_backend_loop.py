@@ -161,18 +161,27 @@ def test_a_pass_in_use_by_another_thread_is_refused(loop_bundle: Bundle, fake: F
     thread.join()
 
 
-def test_neighbouring_slots_run_in_one_pass_and_others_are_left_alone(loop_bundle: Bundle, fake: FakeBox) -> None:
-    (entry,) = [e for e in loop_bundle.engines(role="verify") if e.batch == 2]
+@pytest.mark.parametrize("dialect", ["standard", "decomposed"])
+def test_neighbouring_slots_run_in_one_pass_and_others_are_left_alone(
+    loop_bundle: Bundle, fake: FakeBox, dialect: str
+) -> None:
+    bundle = bundle_of_dialect(loop_bundle, dialect)
+    (entry,) = [e for e in bundle.engines(role="verify") if e.batch == 2]
     model = loop_bundle.target
     cache = KVCache(model, range(model.layers), slots=4, memory="cuda")
-    bound = fake.engine(loop_bundle, entry).bind(cache, 4, 4, slot=1, batch=2)
+    bound = fake.engine(bundle, entry, append=dialect == "decomposed").bind(cache, 4, 4, slot=1, batch=2)
     single = Loop(loop_bundle, None)
     bound.input_ids[:] = [[5, 6, 7, 8], [9, 10, 11, 12]]
-    bound.write_index[:] = [0, 0]
     bound.logit_rows[:] = np.arange(4)
-    bound.run()
-    for row in range(2):
-        rows = single.target.replay(bound.input_ids[row].tolist(), 0, 4)
-        assert np.allclose([r.whole for r in rows], bound.logits[row], atol=1e-5)
-        assert np.allclose(single.cache.read(0, 0, 4), cache.read(1 + row, 0, 4), atol=1e-5)
-    assert not cache.read(0, 0, 8).any() and not cache.read(3, 0, 8).any() and not cache.read(1, 4, 8).any()
+    for starts in ([0, 0], [4, 2]):
+        bound.write_index[:] = starts
+        bound.run()
+        for row, start in enumerate(starts):
+            rows = single.target.replay(bound.input_ids[row].tolist(), 0, 4)
+            if start:
+                rows = single.target.replay(bound.input_ids[row].tolist(), start, 4)
+            assert np.allclose([r.whole for r in rows], bound.logits[row], atol=1e-5)
+            assert np.allclose(single.cache.read(0, 0, start + 4), cache.read(1 + row, 0, start + 4), atol=1e-5)
+    assert not cache.read(0, 0, 12).any()
+    assert not cache.read(3, 0, 12).any()
+    assert not cache.read(1, 8, 12).any()
