@@ -83,7 +83,7 @@ def leave(box: FakeBox) -> None:
     Device._one = None
     assert box.cuda.violations == []
     if not box.cuda.lost:
-        assert box.cuda.live() == []
+        assert box.cuda.live() == [], f"{box.cuda.failing} {gc.get_count()}"
 
 
 def bundle_of_dialect(bundle: Bundle, dialect: str) -> Bundle:

@@ -34,11 +34,11 @@ def whole_life(bundle: Bundle, box: FakeBox) -> None:
 
 
 def test_each_call_that_fails_is_one_error_that_names_it_and_leaves_nothing(
-    standard_bundle: Bundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    loop_bundle: Bundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "kvrelay.cuda")
     with fake_box(tmp_path) as box:
-        whole_life(standard_bundle, box)
+        whole_life(loop_bundle, box)
         gc.collect()
     calls = list(box.cuda.calls)
     assert len(calls) > 100
@@ -46,8 +46,7 @@ def test_each_call_that_fails_is_one_error_that_names_it_and_leaves_nothing(
         caplog.clear()
         with fake_box(tmp_path) as box:
             box.cuda.failing = number
-            message = error_of_a_life(standard_bundle, box)
-            box.cuda.failing = None
+            message = error_of_a_life(loop_bundle, box)
         if message is None:  # in a finaliser, which waits and frees: there is nobody to tell but the log
             assert "Free" in name or "Destroy" in name or name == "cudaStreamSynchronize", (number, name)
             message = next(r.getMessage() for r in caplog.records)
@@ -63,9 +62,9 @@ def error_of_a_life(bundle: Bundle, box: FakeBox) -> str | None:
     return None
 
 
-def test_no_room_on_the_gpu_is_said_with_the_numbers(standard_bundle: Bundle, fake: FakeBox) -> None:
+def test_no_room_on_the_gpu_is_said_with_the_numbers(loop_bundle: Bundle, fake: FakeBox) -> None:
     with pytest.raises(MemoryBudgetError, match=r"needs \d+ MiB, 1024 MiB are available"):
-        KVCache(standard_bundle.target, range(3), slots=10**5, memory="cuda")
+        KVCache(loop_bundle.target, range(3), slots=10**5, memory="cuda")
     with pytest.raises(CudaError, match=r"allocate 2048\.0 MiB on the GPU: cudaErrorMemoryAllocation; 1024\.0 of 1024"):
         DeviceBuffer(1 << 31)
 

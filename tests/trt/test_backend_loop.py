@@ -25,17 +25,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def wanted(standard_bundle: Bundle) -> dict[str, Any]:
+def wanted(loop_bundle: Bundle) -> dict[str, Any]:
     """What ONNX Runtime gives without a draft."""
-    loop = Loop(standard_bundle, None)
+    loop = Loop(loop_bundle, None)
     return {way: loop(PROMPT, max_new_tokens=40, ignore_eos=True, **options) for way, options in WAYS.items()}
 
 
 @pytest.mark.parametrize("draft", ["none", "self", "ngram", "cousin"])
 def test_it_gives_the_tokens_and_scores_of_onnx_runtime(
-    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any], draft: str
+    loop_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any], draft: str
 ) -> None:
-    loop = Loop(standard_bundle, fake, draft)
+    loop = Loop(loop_bundle, fake, draft)
     accepted = 0
     for way, options in WAYS.items():
         found = loop(PROMPT, max_new_tokens=40, ignore_eos=True, **options)
@@ -47,9 +47,9 @@ def test_it_gives_the_tokens_and_scores_of_onnx_runtime(
 
 
 def test_engines_that_cannot_update_the_cache_give_the_same_and_their_bytes_are_counted(
-    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
+    loop_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
 ) -> None:
-    appending = bundle_of_dialect(standard_bundle, "decomposed")
+    appending = bundle_of_dialect(loop_bundle, "decomposed")
     found = Loop(appending, fake, "self", append=True)(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert found.token_ids == wanted["greedy"].token_ids
     assert found.scores == wanted["greedy"].scores
@@ -59,10 +59,8 @@ def test_engines_that_cannot_update_the_cache_give_the_same_and_their_bytes_are_
     assert stats.kv_bytes_copied == fed * entry
 
 
-def test_a_request_that_the_largest_logits_decide_copies_no_row_to_the_host(
-    standard_bundle: Bundle, fake: FakeBox
-) -> None:
-    loop = Loop(standard_bundle, fake, "self")
+def test_a_request_that_the_largest_logits_decide_copies_no_row_to_the_host(loop_bundle: Bundle, fake: FakeBox) -> None:
+    loop = Loop(loop_bundle, fake, "self")
     before = fake.cuda.copied
     loop(PROMPT, max_new_tokens=30, ignore_eos=True)
     loop(PROMPT, max_new_tokens=30, ignore_eos=True, **WAYS["top-k"])
@@ -75,16 +73,16 @@ def test_a_request_that_the_largest_logits_decide_copies_no_row_to_the_host(
 
 
 def test_a_plan_without_the_largest_logits_hands_over_whole_rows(
-    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
+    loop_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
 ) -> None:
-    loop = Loop(standard_bundle, fake, top=False)
+    loop = Loop(loop_bundle, fake, top=False)
     assert loop.target._plain.top() is None
     found = loop(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert (found.token_ids, found.scores) == (wanted["greedy"].token_ids, wanted["greedy"].scores)
 
 
-def test_passes_are_replayed_as_graphs_from_the_second_run_on(standard_bundle: Bundle, fake: FakeBox) -> None:
-    loop = Loop(standard_bundle, fake, "self")
+def test_passes_are_replayed_as_graphs_from_the_second_run_on(loop_bundle: Bundle, fake: FakeBox) -> None:
+    loop = Loop(loop_bundle, fake, "self")
     bound = loop.target._plain
     results = []
     for run in range(4):
@@ -103,35 +101,33 @@ def test_passes_are_replayed_as_graphs_from_the_second_run_on(standard_bundle: B
 
 
 def test_without_graphs_every_run_is_queued_call_by_call(
-    standard_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
+    loop_bundle: Bundle, fake: FakeBox, wanted: dict[str, Any]
 ) -> None:
-    found = Loop(standard_bundle, fake, "self", graphs=False)(PROMPT, max_new_tokens=40, ignore_eos=True)
+    found = Loop(loop_bundle, fake, "self", graphs=False)(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert found.token_ids == wanted["greedy"].token_ids
     assert "cudaGraphLaunch" not in fake.cuda.calls
 
 
 def test_a_library_that_captures_by_itself_is_left_to_it(
-    standard_bundle: Bundle, tmp_path: Path, wanted: dict[str, Any]
+    loop_bundle: Bundle, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:
     with fake_box(tmp_path, captures=True) as box:
-        found = Loop(standard_bundle, box, "self")(PROMPT, max_new_tokens=40, ignore_eos=True)
+        found = Loop(loop_bundle, box, "self")(PROMPT, max_new_tokens=40, ignore_eos=True)
         assert found.token_ids == wanted["greedy"].token_ids
         assert all(context.captures for context in box.library.contexts)
         assert "cudaStreamBeginCapture" not in box.cuda.calls
 
 
-def test_every_prompt_length_and_a_slot_that_was_used_before_give_the_same(
-    standard_bundle: Bundle, fake: FakeBox
-) -> None:
-    here, there = Loop(standard_bundle, fake, "self"), Loop(standard_bundle, None)
+def test_every_prompt_length_and_a_slot_that_was_used_before_give_the_same(loop_bundle: Bundle, fake: FakeBox) -> None:
+    here, there = Loop(loop_bundle, fake, "self"), Loop(loop_bundle, None)
     for length in (1, 15, 16, 17, 40, 3):
         options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
         assert here(LONG[:length], **options).token_ids == there(LONG[:length], **options).token_ids
 
 
-def test_lanes_of_several_threads_give_what_they_give_alone(standard_bundle: Bundle, fake: FakeBox) -> None:
+def test_lanes_of_several_threads_give_what_they_give_alone(loop_bundle: Bundle, fake: FakeBox) -> None:
     prompts = [LONG[i : i + 9] for i in (0, 11, 22)]
-    loops = [Loop(standard_bundle, fake, "self") for _ in prompts]
+    loops = [Loop(loop_bundle, fake, "self") for _ in prompts]
     options: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
     alone = [loop(prompt, **options).token_ids for loop, prompt in zip(loops, prompts, strict=True)]
     together: list[Any] = [None] * 3
@@ -147,8 +143,8 @@ def test_lanes_of_several_threads_give_what_they_give_alone(standard_bundle: Bun
     assert together == alone
 
 
-def test_a_pass_in_use_by_another_thread_is_refused(standard_bundle: Bundle, fake: FakeBox) -> None:
-    bound = Loop(standard_bundle, fake).target._plain
+def test_a_pass_in_use_by_another_thread_is_refused(loop_bundle: Bundle, fake: FakeBox) -> None:
+    bound = Loop(loop_bundle, fake).target._plain
     inside, leave = threading.Event(), threading.Event()
 
     def hold(_: Any) -> None:
@@ -165,18 +161,27 @@ def test_a_pass_in_use_by_another_thread_is_refused(standard_bundle: Bundle, fak
     thread.join()
 
 
-def test_neighbouring_slots_run_in_one_pass_and_others_are_left_alone(standard_bundle: Bundle, fake: FakeBox) -> None:
-    (entry,) = [e for e in standard_bundle.engines(role="verify") if e.batch == 2]
-    model = standard_bundle.target
+@pytest.mark.parametrize("dialect", ["standard", "decomposed"])
+def test_neighbouring_slots_run_in_one_pass_and_others_are_left_alone(
+    loop_bundle: Bundle, fake: FakeBox, dialect: str
+) -> None:
+    bundle = bundle_of_dialect(loop_bundle, dialect)
+    (entry,) = [e for e in bundle.engines(role="verify") if e.batch == 2]
+    model = loop_bundle.target
     cache = KVCache(model, range(model.layers), slots=4, memory="cuda")
-    bound = fake.engine(standard_bundle, entry).bind(cache, 4, 4, slot=1, batch=2)
-    single = Loop(standard_bundle, None)
+    bound = fake.engine(bundle, entry, append=dialect == "decomposed").bind(cache, 4, 4, slot=1, batch=2)
+    single = Loop(loop_bundle, None)
     bound.input_ids[:] = [[5, 6, 7, 8], [9, 10, 11, 12]]
-    bound.write_index[:] = [0, 0]
     bound.logit_rows[:] = np.arange(4)
-    bound.run()
-    for row in range(2):
-        rows = single.target.replay(bound.input_ids[row].tolist(), 0, 4)
-        assert np.allclose([r.whole for r in rows], bound.logits[row], atol=1e-5)
-        assert np.allclose(single.cache.read(0, 0, 4), cache.read(1 + row, 0, 4), atol=1e-5)
-    assert not cache.read(0, 0, 8).any() and not cache.read(3, 0, 8).any() and not cache.read(1, 4, 8).any()
+    for starts in ([0, 0], [4, 2]):
+        bound.write_index[:] = starts
+        bound.run()
+        for row, start in enumerate(starts):
+            rows = single.target.replay(bound.input_ids[row].tolist(), 0, 4)
+            if start:
+                rows = single.target.replay(bound.input_ids[row].tolist(), start, 4)
+            assert np.allclose([r.whole for r in rows], bound.logits[row], atol=1e-5)
+            assert np.allclose(single.cache.read(0, 0, start + 4), cache.read(1 + row, 0, start + 4), atol=1e-5)
+    assert not cache.read(0, 0, 12).any()
+    assert not cache.read(3, 0, 12).any()
+    assert not cache.read(1, 8, 12).any()

@@ -31,25 +31,25 @@ def cache_of(bundle: Bundle, **options: Any) -> KVCache:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_that_the_library_refuses_is_named_with_both_sides(standard_bundle: Bundle, fake: FakeBox) -> None:
-    entry = entry_of(standard_bundle, "fp32-verify-1x4")
-    plan = fake.stored(standard_bundle, entry, b"\x7fONNX or anything else")
+def test_a_plan_that_the_library_refuses_is_named_with_both_sides(loop_bundle: Bundle, fake: FakeBox) -> None:
+    entry = entry_of(loop_bundle, "fp32-verify-1x4")
+    plan = fake.stored(loop_bundle, entry, b"\x7fONNX or anything else")
     wanted = (
         r"fp32-verify-1x4\.plan cannot be loaded: built for tensorrt 10\.16\.1 on sm87 \(Fake GPU\), here is "
         r"tensorrt 10\.16\.1 on sm87 \(Fake GPU\): the magic tag of the plan does not match; run `kvrelay build` again"
     )
     with pytest.raises(EngineError, match=wanted):
-        TrtEngine(entry, standard_bundle.target, plan, fake.library)
+        TrtEngine(entry, loop_bundle.target, plan, fake.library)
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: b"", lambda d: bytes(len(d))])
-def test_a_damaged_plan_never_reaches_the_library(standard_bundle: Bundle, fake: FakeBox, damage: Any) -> None:
-    entry = entry_of(standard_bundle, "fp32-verify-1x4")
-    plan = fake.plan(standard_bundle, entry)
+def test_a_damaged_plan_never_reaches_the_library(loop_bundle: Bundle, fake: FakeBox, damage: Any) -> None:
+    entry = entry_of(loop_bundle, "fp32-verify-1x4")
+    plan = fake.plan(loop_bundle, entry)
     plan.path.write_bytes(damage(plan.path.read_bytes()))
     fake.library.Runtime = lambda logger: pytest.fail("it was handed over")  # type: ignore[method-assign]
     with pytest.raises(PlanError, match=r"fp32-verify-1x4\.plan"):
-        TrtEngine(entry, standard_bundle.target, plan, fake.library)
+        TrtEngine(entry, loop_bundle.target, plan, fake.library)
 
 
 @pytest.mark.parametrize(
@@ -66,34 +66,34 @@ def test_a_damaged_plan_never_reaches_the_library(standard_bundle: Bundle, fake:
     ],
 )
 def test_a_plan_whose_tensors_are_not_the_manifests_is_refused(
-    standard_bundle: Bundle, fake: FakeBox, entry_change: Any, model_change: Any, facts: Any, message: str
+    loop_bundle: Bundle, fake: FakeBox, entry_change: Any, model_change: Any, facts: Any, message: str
 ) -> None:
-    entry = entry_of(standard_bundle, "fp32-verify-1x4")
-    plan = fake.plan(standard_bundle, entry, **facts)
-    model = standard_bundle.target.model_copy(update=model_change)
+    entry = entry_of(loop_bundle, "fp32-verify-1x4")
+    plan = fake.plan(loop_bundle, entry, **facts)
+    model = loop_bundle.target.model_copy(update=model_change)
     with pytest.raises(EngineError, match=message):
         TrtEngine(entry.model_copy(update=entry_change), model, plan, fake.library)
 
 
 @pytest.mark.parametrize("fake", ["10.13.3"], indirect=True)
 def test_a_library_that_cannot_update_in_place_is_told_the_dialect_that_it_can_run(
-    standard_bundle: Bundle, fake: FakeBox
+    loop_bundle: Bundle, fake: FakeBox
 ) -> None:
-    entry = entry_of(standard_bundle, "fp32-verify-1x4")
+    entry = entry_of(loop_bundle, "fp32-verify-1x4")
     with pytest.raises(EngineError, match=r"tensorrt 10\.13\.3 cannot update a cache in place.*dialect decomposed"):
-        fake.engine(standard_bundle, entry)
-    appending = bundle_of_dialect(standard_bundle, "decomposed")
+        fake.engine(loop_bundle, entry)
+    appending = bundle_of_dialect(loop_bundle, "decomposed")
     engine = fake.engine(appending, entry_of(appending, entry.name), append=True)
-    engine.bind(cache_of(standard_bundle), 4, 4).run()
+    engine.bind(cache_of(loop_bundle), 4, 4).run()
 
 
 # --- binding ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_context_is_made_for_one_pass_with_memory_that_all_share(standard_bundle: Bundle, fake: FakeBox) -> None:
-    cache = cache_of(standard_bundle, slots=2)
-    decode = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-decode"))
-    verify = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-verify-1x4"))
+def test_a_context_is_made_for_one_pass_with_memory_that_all_share(loop_bundle: Bundle, fake: FakeBox) -> None:
+    cache = cache_of(loop_bundle, slots=2)
+    decode = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-decode"))
+    verify = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-verify-1x4"))
     passes = [decode.bind(cache, w, 1, slot=s) for w, s in ((64, 0), (1, 0), (1, 1))] + [verify.bind(cache, 4, 4)]
     contexts = fake.library.contexts
     assert [c.profile for c in contexts] == [1, 0, 0, 0]
@@ -121,34 +121,32 @@ def test_a_context_is_made_for_one_pass_with_memory_that_all_share(standard_bund
     ],
 )
 def test_a_shape_that_no_profile_holds_is_refused(
-    standard_bundle: Bundle, fake: FakeBox, arguments: Any, message: str
+    loop_bundle: Bundle, fake: FakeBox, arguments: Any, message: str
 ) -> None:
-    decode = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-decode"))
+    decode = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-decode"))
     with pytest.raises(EngineError, match=message):
-        decode.bind(cache_of(standard_bundle, slots=5), rows=1, **arguments)
+        decode.bind(cache_of(loop_bundle, slots=5), rows=1, **arguments)
 
 
-def test_a_fixed_engine_and_a_cache_elsewhere_are_refused(standard_bundle: Bundle, fake: FakeBox) -> None:
-    verify = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-verify-1x4"))
+def test_a_fixed_engine_and_a_cache_elsewhere_are_refused(loop_bundle: Bundle, fake: FakeBox) -> None:
+    verify = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-verify-1x4"))
     with pytest.raises(EngineError, match=r"has the fixed shape \(1, 4, 4\), asked for \(1, 8, 8\)"):
-        verify.bind(cache_of(standard_bundle), 8, 8)
+        verify.bind(cache_of(loop_bundle), 8, 8)
     with pytest.raises(EngineError, match="needs a cache there, got one in host memory"):
-        verify.bind(cache_of(standard_bundle, memory="host"), 4, 4)
+        verify.bind(cache_of(loop_bundle, memory="host"), 4, 4)
     with pytest.raises(EngineError, match="wants a float32 cache of layers"):
-        verify.bind(cache_of(standard_bundle, dtype="float16"), 4, 4)
+        verify.bind(cache_of(loop_bundle, dtype="float16"), 4, 4)
 
 
-def test_slots_at_addresses_that_tensorrt_refuses_are_refused_first(standard_bundle: Bundle, fake: FakeBox) -> None:
-    verify = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-verify-1x4"))
-    odd = standard_bundle.target.model_copy(update={"capacity": 321})
+def test_slots_at_addresses_that_tensorrt_refuses_are_refused_first(loop_bundle: Bundle, fake: FakeBox) -> None:
+    verify = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-verify-1x4"))
+    odd = loop_bundle.target.model_copy(update={"capacity": 321})
     with pytest.raises(EngineError, match=r"slot 1 lies at 0x\w+, TensorRT needs a multiple of 256"):
         verify.bind(KVCache(odd, range(3), slots=2, memory="cuda"), 4, 4, slot=1)
 
 
-def test_a_row_that_would_leave_the_cache_never_reaches_the_gpu(standard_bundle: Bundle, fake: FakeBox) -> None:
-    bound = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-verify-1x4")).bind(
-        cache_of(standard_bundle), 4, 4
-    )
+def test_a_row_that_would_leave_the_cache_never_reaches_the_gpu(loop_bundle: Bundle, fake: FakeBox) -> None:
+    bound = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-verify-1x4")).bind(cache_of(loop_bundle), 4, 4)
     for start in (-1, 317):
         bound.write_index[:] = start
         with pytest.raises(EngineError, match=rf"a pass of 4 at entries {start}\.\.{start} leaves the capacity 320"):
@@ -158,11 +156,9 @@ def test_a_row_that_would_leave_the_cache_never_reaches_the_gpu(standard_bundle:
 
 
 def test_a_run_that_the_library_refuses_says_why_and_the_pass_can_be_used_again(
-    standard_bundle: Bundle, fake: FakeBox
+    loop_bundle: Bundle, fake: FakeBox
 ) -> None:
-    bound = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-verify-1x4")).bind(
-        cache_of(standard_bundle), 4, 4
-    )
+    bound = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-verify-1x4")).bind(cache_of(loop_bundle), 4, 4)
     (context,) = fake.library.contexts
     for warm in (False, True):  # the second time while it is captured
         address = context.addresses.pop("present_key.0")
@@ -176,10 +172,8 @@ def test_a_run_that_the_library_refuses_says_why_and_the_pass_can_be_used_again(
         assert (bound.launcher.graph is not None) == warm
 
 
-def test_a_fault_of_the_gpu_is_an_error_of_the_run_that_waits_for_it(standard_bundle: Bundle, fake: FakeBox) -> None:
-    bound = fake.engine(standard_bundle, entry_of(standard_bundle, "fp32-verify-1x4")).bind(
-        cache_of(standard_bundle), 4, 4
-    )
+def test_a_fault_of_the_gpu_is_an_error_of_the_run_that_waits_for_it(loop_bundle: Bundle, fake: FakeBox) -> None:
+    bound = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-verify-1x4")).bind(cache_of(loop_bundle), 4, 4)
     fake.library.hook = lambda _: fake.cuda.fail_later(fake.cuda.cudaError_t.cudaErrorIllegalAddress)
     with pytest.raises(CudaError, match="cannot finish the work before a mark: cudaErrorIllegalAddress"):
         bound.run()

@@ -40,7 +40,7 @@ def build(
     opened = open_bundle(bundle)
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         engines = opened.manifest.engines
         task = progress.add_task("opening", total=len(engines))
         work = Build(
@@ -58,6 +58,8 @@ def build(
         made = {}
         for entry in missing:
             made[entry.name] = work.build(entry)
+            for remark in made[entry.name].remarks:
+                errors.print(f"{entry.name}: the library says: {remark}", markup=False, highlight=False, soft_wrap=True)
             progress.advance(task)
     table = Table(title=f"plans for {work.device}", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("engine", "plan", "size", "built in"):

@@ -91,4 +91,4 @@ class Device:
             try:
                 check(free(handle), f"free {what}")
             except CudaError as error:
-                _log.warning("%s", error)
+                _log.warning("%s", str(error))  # without the frames that the error holds

@@ -65,4 +65,4 @@ def _destroy(free: Any, handle: Any, what: str) -> None:
     try:
         check(free(handle), f"free {what}")
     except CudaError as error:
-        _log.warning("%s", error)
+        _log.warning("%s", str(error))  # without the frames that the error holds

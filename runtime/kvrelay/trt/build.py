@@ -30,7 +30,8 @@ class Built:
 
     entry: EngineEntry
     plan: Plan
-    seconds: float  # 0 for a plan that was there
+    seconds: float = 0.0  # 0 for a plan that was there
+    remarks: tuple[str, ...] = ()  # what the library said while it built
 
 
 class Build:
@@ -101,12 +102,13 @@ class Build:
         with lock(self._folder, lambda: self._progress("waiting for another build of this bundle")):
             plan = self._whole_plan(entry)
             if plan is not None:
-                return Built(entry, plan, 0.0)
+                return Built(entry, plan)
             start = time.perf_counter()
             self._progress(f"building {entry.name}")
-            data = Interruptible(lambda run: self._serialized(entry, run)).result()
+            log = Log()
+            data = Interruptible(lambda run: self._serialized(entry, log, run)).result()
             plan = publish_plan(self._folder, entry, self._key(entry), data)
-            return Built(entry, plan, time.perf_counter() - start)
+            return Built(entry, plan, time.perf_counter() - start, log.remarks())
 
     def _whole_plan(self, entry: EngineEntry) -> Plan | None:
         plan = stored_plan(self._folder, entry, self._key(entry))
@@ -118,9 +120,9 @@ class Build:
                 return None
         return plan
 
-    def _serialized(self, entry: EngineEntry, run: Interruptible[Any]) -> Any:
+    def _serialized(self, entry: EngineEntry, log: Log, run: Interruptible[Any]) -> Any:
         """Return the library's plan of ``entry``."""
-        trt, log = self._trt, Log()
+        trt = self._trt
         builder = trt.Builder(log.logger(trt))
         network = self._network(builder, log, entry)
         config = builder.create_builder_config()

@@ -46,6 +46,10 @@ class Log:
 
         return Logger(self)
 
+    def remarks(self) -> tuple[str, ...]:
+        """Return every different line."""
+        return tuple(dict.fromkeys([*self.errors, *self.warnings]))
+
     def first_error(self) -> str:
         """Return what went wrong first, which is what the later errors follow from."""
         return next(iter(self.errors), "the library gave no reason")
