@@ -71,6 +71,6 @@ def tensorrt_of(patch: pytest.MonkeyPatch, version: str, *, without: Sequence[st
     """Let TensorRT-RTX play TensorRT ``version``, which lacks some names of its module."""
     real = pytest.importorskip("tensorrt_rtx")
     module = ModuleType("tensorrt")
-    module.__dict__.update({name: value for name, value in vars(real).items() if name not in without})
+    module.__dict__.update({k: v for k, v in vars(real).items() if k not in without and not k.startswith("__")})
     module.__version__ = version  # type: ignore[attr-defined]
     patch.setitem(sys.modules, "tensorrt", module)
