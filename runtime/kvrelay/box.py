@@ -109,6 +109,7 @@ class Box:
         Raises:
             EngineError: an engine gives values that cannot be compared.
         """
+        draft_box = draft_box or self
         verify = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
         (prefill,) = self.bundle.engines(role="prefill", precision=precision)
         (decode,) = self.bundle.engines(role="decode", precision=precision)
@@ -121,7 +122,7 @@ class Box:
             if stored and not wanted:
                 return {}
             self._progress("first use on this box: measuring what each engine costs")
-            return self._measure_costs(verify, decode, steps, drafts, draft_box or self)
+            return self._measure_costs(verify, decode, steps, drafts, draft_box)
 
         def read(stored: dict[str, Any]) -> Facts:
             return Facts(
@@ -134,8 +135,7 @@ class Box:
                 draft_width={n: int(w) for n, w in stored["draft_width"].items()},
             )
 
-        elsewhere = draft_box is not None and draft_box is not self
-        kind = f"costs-with-{draft_box.findings.key}" if elsewhere and draft_box is not None else "costs"
+        kind = "costs" if draft_box is self else f"costs-with-{draft_box.findings.key}"
         return self.findings.completed(kind, precision, missing, read)
 
     def shape(self, entry: EngineEntry, batch: int = 1, width: int = 1, rows: int = 1) -> Shape:
