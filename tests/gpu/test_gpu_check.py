@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import right
+from fake_places import fake_gpu
 from kvrelay import BundleError
 from kvrelay.bundle import open_bundle
+from kvrelay.place import place_of
 from make_bundle import export_seeded, without_weights
 from seeded import make_weights
+from setting import Setting
 
 HERE = Path(__file__).parent
 GEOMETRY = {
@@ -81,6 +85,18 @@ def test_every_check_passes_on_the_cpu(bundles: Path, tmp_path: Path) -> None:
     assert set(mine["speed at batch 8"]["figures"]) == {"none", "ngram", "skip", "int4"}
     (without,) = found["places"]["onnxruntime (cpu), decomposed"]
     assert "make gpu-check-bundle" in without["detail"]
+
+
+def test_what_needs_a_gpu_passes_on_a_fake_one(bundles: Path, tmp_path: Path) -> None:
+    make_weights(bundles / "standard")
+    with fake_gpu(tmp_path, "12.6"):
+        setting = Setting(open_bundle(bundles / "standard"), place_of("tensorrt", None), lambda _: None)
+        for check in (right.kv_copies, right.cuda_graphs, right.draft_on_the_cpu):
+            outcome = check(setting)
+            assert outcome.status == "passed", outcome
+            if check is right.cuda_graphs:
+                assert all(outcome.figures.values()), outcome
+        del setting
 
 
 def test_without_a_gpu_everything_is_skipped_with_a_reason(bundles: Path, tmp_path: Path) -> None:

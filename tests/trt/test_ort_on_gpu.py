@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_box import FakeBox, fake_box
+from fake_box import FakeBox
+from fake_places import fake_gpu
 from kvrelay import Engine, EngineError, Pipeline, Result
 from kvrelay.bundle import Bundle
 from kvrelay.cuda import Device
-from kvrelay.gpu import Gpu
 from kvrelay.kv import KVCache, kv_bytes
 from kvrelay.ort import gpu as ort_gpu
 from kvrelay.ort.engine import OrtEngine
@@ -101,15 +101,13 @@ def path(standard_bundle: Bundle) -> Path:
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBox]:
-    (tmp_path / "plans").mkdir()
-    with fake_box(tmp_path / "plans") as box:
+    """A fake GPU with a stand-in for ONNX Runtime's sessions."""
+    with fake_gpu(tmp_path, "13.0") as box:
         monkeypatch.setattr(FakeSession, "box", box, raising=False)
         monkeypatch.setattr(FakeSession, "loaded", [], raising=False)
         monkeypatch.setattr(ort_gpu, "load_session", FakeSession)
         monkeypatch.setattr(ort_gpu, "check_providers", lambda _: None)
         monkeypatch.setattr(ort_gpu, "preload", lambda: None)
-        monkeypatch.setattr("kvrelay.identity.require_gpu", lambda: Gpu("Fake GPU", "sm87", 1 << 30, True))
-        monkeypatch.setattr("kvrelay.identity.cuda_versions", lambda: ("13.0", "13.0"))
         yield box
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import kvrelay
 import pytest
-from fake_box import DEVICE, FakeBox, fake_box
+from fake_box import FakeBox
+from fake_places import fake_gpu
 from kvrelay import Engine, EngineError, ParameterError, Pipeline
 from kvrelay.box import Box
 from kvrelay.bundle import Bundle
-from kvrelay.gpu import Gpu
 from kvrelay.kv import kv_bytes
 from kvrelay.place import place_of
 from kvrelay.shapes import target_shapes
@@ -31,16 +31,9 @@ def bundle(standard_bundle: Bundle) -> Bundle:
 
 
 @pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBox]:
-    """A fake GPU with TensorRT and a plan for every engine."""
-    (tmp_path / "plans").mkdir()
-    with fake_box(tmp_path / "plans") as box:
-        monkeypatch.setattr("kvrelay.loading.this_device", lambda _: DEVICE)
-        monkeypatch.setattr("kvrelay.loading.find_plan", lambda b, e, _, most: box.plan(b, e, most))
-        for module in ("loading", "identity"):
-            monkeypatch.setattr(f"kvrelay.{module}.tensorrt", lambda _: box.library)
-        monkeypatch.setattr("kvrelay.identity.require_gpu", lambda: Gpu("Fake GPU", "sm87", 1 << 30, True))
-        monkeypatch.setattr("kvrelay.identity.cuda_versions", lambda: ("12.6", "12.6"))
+def gpu(tmp_path: Path) -> Iterator[FakeBox]:
+    """A fake GPU with TensorRT."""
+    with fake_gpu(tmp_path, "12.6") as box:
         yield box
 
 
