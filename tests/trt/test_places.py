@@ -26,8 +26,8 @@ ON_CPU: dict[str, Any] = {**TENSORRT, "draft_provider": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def bundle(standard_bundle: Bundle) -> Bundle:
-    return standard_bundle
+def bundle(loop_bundle: Bundle) -> Bundle:
+    return loop_bundle
 
 
 @pytest.fixture
