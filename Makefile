@@ -7,7 +7,7 @@ PROMPT ?= Why is the sky blue?
 # A CPU build of torch is enough for exporting; give TORCH="torch --index-url ..." for another.
 TORCH ?= torch==2.13.0
 
-.PHONY: env export run test test-full style bench clean
+.PHONY: env export run test test-full style bench gpu-check-bundle gpu-check clean
 
 env: $(VENV)/.ready
 
@@ -41,6 +41,14 @@ style: $(VENV)/.ready
 bench: export
 	$(BIN)/kvrelay bench $(BUNDLE) --precision fp32
 	$(BIN)/kvrelay bench $(BUNDLE) --precision int4
+
+# On a workstation: what `make gpu-check` runs, a few MiB to carry to a box with a GPU. Some minutes.
+gpu-check-bundle: $(VENV)/.ready
+	$(BIN)/python tests/gpu/make_bundle.py build/gpu-check
+
+# On the box, with the runtime installed: no torch, no exporter.
+gpu-check:
+	$(PYTHON) tests/gpu/gpu_check.py build/gpu-check
 
 clean:
 	rm -rf $(VENV) engines/*/ engines/.[!.]* dist build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -13,13 +13,15 @@ from kvrelay import contract
 from .graph import constant, replace, weight_of
 from .quantize import BLOCK, quantize_blocks
 
-__all__ = ["lower_standard", "quantize_standard"]
+__all__ = ["OPSET", "lower_standard", "quantize_standard"]
+
+OPSET = 24
 
 
 def lower_standard(model: ir.Model) -> None:
-    """Rewrite ``model`` in place, weights still float32."""
+    """Rewrite ``model`` in place; its activations may be float32 or float16, its weights already quantised."""
     graph = model.graph
-    model.opset_imports[""] = 24
+    model.opset_imports[""] = OPSET
     attention = [n for n in graph if n.op_type == "CachedAttention"]
     if not attention:
         return
@@ -75,8 +77,13 @@ def _lower_attention(graph: ir.Graph, node: ir.Node, positions: ir.Value, mask: 
     replace(node, nodes, [joined, present_key, present_value])
 
 
-def quantize_standard(model: ir.Model, precision: str) -> None:
+def quantize_standard(model: ir.Model, precision: str, scale_dtype: np.dtype) -> None:
     """Store every constant weight ``[K, N]`` as symmetric blocks along K behind a DequantizeLinear, in place.
+
+    Args:
+        model: the program, its other weights still float32.
+        precision: int8 or int4.
+        scale_dtype: of the activations; scales are rounded to it and stored in float32.
 
     Raises:
         ExportError: a weight cannot be cut into blocks.
@@ -92,7 +99,9 @@ def quantize_standard(model: ir.Model, precision: str) -> None:
         weight = weight_of(source)
         if weight is None or source is None:
             continue
-        quantized = quantize_blocks(weight.T if transpose is not None else weight, bits, source.name or "")
+        quantized = quantize_blocks(
+            weight.T if transpose is not None else weight, bits, source.name or "", scale_dtype=scale_dtype
+        )
         values = np.ascontiguousarray(quantized.values.T)
         name = f"{source.name}.int{bits}_kn"
         stored = ir.val(name, const_value=_tensor(name, values, dtype))

@@ -26,8 +26,16 @@ class BlockQuantized:
     bits: int
 
 
-def quantize_blocks(weight: np.ndarray, bits: int, name: str = "a weight") -> BlockQuantized:
+def quantize_blocks(
+    weight: np.ndarray, bits: int, name: str = "a weight", *, scale_dtype: np.typing.DTypeLike = np.float32
+) -> BlockQuantized:
     """Quantise ``weight`` ``[K, N]`` (float32) in blocks of 32 along K to ``bits`` bits.
+
+    Args:
+        weight: the weight.
+        bits: 8 or 4.
+        name: what it is, for the error.
+        scale_dtype: float32 or float16; scales are rounded to it first, and the integers fit the rounded ones.
 
     Raises:
         ExportError: K is not a multiple of 32; the message has ``name``.
@@ -43,7 +51,7 @@ def quantize_blocks(weight: np.ndarray, bits: int, name: str = "a weight") -> Bl
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12)
     best_error: torch.Tensor | None = None
     for shrink in _SHRINK if bits == 4 else (1.0,):
-        scale = largest * (shrink / high)
+        scale = _in_range(largest * (shrink / high), scale_dtype)
         q = torch.clamp(torch.round(blocks / scale), low, high)
         error = (q * scale - blocks).square().sum(-1, keepdim=True)
         if best_error is None:
@@ -55,6 +63,14 @@ def quantize_blocks(weight: np.ndarray, bits: int, name: str = "a weight") -> Bl
             best_q = torch.where(better, q, best_q)
     values = best_q.to(torch.int8).view(n, k).numpy()
     return BlockQuantized(values, best_scale.squeeze(-1).float().contiguous().numpy(), bits)
+
+
+def _in_range(scale: torch.Tensor, dtype: np.typing.DTypeLike) -> torch.Tensor:
+    """Round positive scales to ``dtype``: never to zero, never to infinity."""
+    if np.dtype(dtype) == np.float32:
+        return scale
+    limits = np.finfo(np.dtype(dtype))
+    return scale.clamp(float(limits.smallest_subnormal), float(limits.max)).half().float()
 
 
 def dequantize_blocks(quantized: BlockQuantized) -> np.ndarray:

@@ -97,35 +97,43 @@ def skipping(model: PreTrainedModel, skip: Collection[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _weights_of(model: PreTrainedModel, precision: str) -> Iterator[None]:
-    """Give every linear layer the weights that an engine of ``precision`` has."""
-    saved: list[tuple[nn.Linear, nn.Parameter]] = []
+def _weights_of(model: PreTrainedModel, precision: str, activations: str) -> Iterator[None]:
+    """Give every module the weights that an engine of ``precision`` has, computed with in float32."""
+    saved: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
-        if precision != "fp32":
-            for module in model.modules():
-                if isinstance(module, nn.Linear):
-                    saved.append((module, module.weight))
-                    module.weight = nn.Parameter(_rounded(module.weight, precision), requires_grad=False)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                product = isinstance(module, nn.Linear) and name == "weight"
+                rounded = _rounded(parameter, precision, activations) if product else parameter
+                if activations == "float16":
+                    rounded = rounded.half().float()
+                if rounded is not parameter:
+                    saved.append((module, name, parameter))
+                    setattr(module, name, nn.Parameter(rounded, requires_grad=False))
         yield
     finally:
-        for module, weight in saved:
-            module.weight = weight
+        for module, name, parameter in saved:
+            setattr(module, name, parameter)
 
 
-def _rounded(weight: torch.Tensor, precision: str) -> torch.Tensor:
-    if precision == "fp16":
-        return weight.half().float()
+def _rounded(weight: torch.Tensor, precision: str, activations: str) -> torch.Tensor:
+    if precision in ("fp32", "fp16"):
+        return weight
     transposed = weight.detach().numpy().T
     if precision == "int8-dynamic":
         values, scale = quantize_columns(transposed)
         return torch.from_numpy((values.astype(np.float32) * scale).T.copy())
-    bits = int(precision.removeprefix("int"))
-    return torch.from_numpy(dequantize_blocks(quantize_blocks(transposed, bits)).T.copy())
+    quantized = quantize_blocks(transposed, int(precision.removeprefix("int")), scale_dtype=activations)
+    return torch.from_numpy(dequantize_blocks(quantized).T.copy())
 
 
 def reference_logits(
-    model: PreTrainedModel, ids: np.ndarray, precision: str = "fp32", skip: Collection[str] = ()
+    model: PreTrainedModel,
+    ids: np.ndarray,
+    precision: str = "fp32",
+    skip: Collection[str] = (),
+    activations: str = "float32",
 ) -> np.ndarray:
-    """Return torch's float32 logits ``[rows, T, V]`` for ``ids`` ``[rows, T]``."""
-    with _weights_of(model, precision), skipping(model, skip), torch.no_grad():
+    """Return torch's float32 logits ``[rows, T, V]`` for ``ids`` ``[rows, T]``, with an engine's own weights."""
+    with _weights_of(model, precision, activations), skipping(model, skip), torch.no_grad():
         return model(torch.from_numpy(ids), use_cache=False).logits.float().numpy()

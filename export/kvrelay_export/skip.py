@@ -7,7 +7,9 @@ top of what is skipped already, and the best one is kept while agreement stays a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import numpy as np
 from kvrelay import contract
@@ -15,8 +17,9 @@ from transformers import PreTrainedModel
 
 from .errors import ExportError
 from .reference import reference_logits
+from .source import Checkpoint
 
-__all__ = ["parse_skip_list", "search_skip"]
+__all__ = ["parse_skip_list", "search_skip", "stored_skip_list"]
 
 
 def search_skip(
@@ -80,3 +83,18 @@ def parse_skip_list(skip: Collection[str], layers: int) -> list[str]:
     if known == set(skip):
         raise ExportError("skip list: it names every sublayer, which leaves no draft")
     return list(skip)
+
+
+def stored_skip_list(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the skip list that was found for ``checkpoint`` and is stored beside this file.
+
+    Raises:
+        ExportError: none is stored.
+    """
+    lists: dict[str, list[str]] = json.loads(Path(__file__).with_name("skip_lists.json").read_text())
+    if checkpoint.sha256 not in lists:
+        raise ExportError(
+            f"draft skip: no skip list is stored for {checkpoint.name}; "
+            "give one with --skip, find one with --search-skip, or leave skip out of --drafts"
+        )
+    return tuple(parse_skip_list(lists[checkpoint.sha256], checkpoint.model.config.num_hidden_layers))

@@ -13,6 +13,7 @@ from .engine import BoundPass, LoadedEngine
 from .errors import EngineError
 from .faults import Injector
 from .kv import HandOver, KVCache
+from .logits import LogitRow
 from .policy import Kind
 from .slots import Row
 
@@ -158,7 +159,7 @@ class BatchEngineDrafter:
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
         """Draft up to ``counts`` candidates for each row, fewer after one that would end it."""
-        runs, spent = self._runs_and_seconds()
+        runs, spent, written = self._used()
         drafted: list[list[int]] = [[] for _ in rows]
         try:
             for row, count in zip(rows, counts, strict=True):
@@ -175,12 +176,13 @@ class BatchEngineDrafter:
             for row, mine in zip(rows, drafted, strict=True):
                 for token in mine:
                     row.request.sampler.forget(token)
-        after = self._runs_and_seconds()
+        after = self._used()
         for row, count, mine in zip(rows, counts, drafted, strict=True):
             if count:  # other rows rode along: what was fed for them is not what they will commit
                 self._fed[row] = row.fed + len(mine)  # the last candidate was never fed
             row.request.stats.draft_runs += after[0] - runs
             row.request.stats.draft_seconds += after[1] - spent
+            row.request.stats.kv_bytes_copied += (after[2] - written) // len(rows)
         return drafted
 
     def _bring_up(self, row: Row, count: int) -> None:
@@ -198,7 +200,7 @@ class BatchEngineDrafter:
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             mine, request = drafted[index], row.request
             if len(mine) == turn < count and not (mine and mine[-1] in request.eos_ids):
-                token = request.sampler.pick(bound.logits[index, 0], row.fed + 1 + turn)
+                token = request.sampler.choose(LogitRow(bound, index, 0), row.fed + 1 + turn)
                 request.sampler.observe(token)
                 mine.append(token)
 
@@ -250,6 +252,7 @@ class BatchEngineDrafter:
             self._passes[key] = self._engine.bind(self._cache, width, 1, slot=slot, batch=batch, logits=self._memory)
         return self._passes[key]
 
-    def _runs_and_seconds(self) -> tuple[int, float]:
+    def _used(self) -> tuple[int, float, int]:
+        """Return the runs and seconds of all passes so far, and the KV bytes that the backend wrote for them."""
         passes = self._passes.values()
-        return sum(p.runs for p in passes), sum(p.seconds for p in passes)
+        return sum(p.runs for p in passes), sum(p.seconds for p in passes), sum(p.kv_bytes_copied for p in passes)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from .box import Box
 from .engine import BoundPass
 from .errors import EngineError, ExactnessError, ParameterError
 from .invariance import windows_refusal
 from .kv import KVCache
+from .logits import LogitRow, rows_of
 from .manifest import EngineEntry
 from .shapes import Shape, target_shapes
 from .target import Target
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .faults import Injector
 
 __all__ = ["BatchTarget", "Feed"]
-
-Logits = npt.NDArray[np.float32]
 
 # A window pass is compute-bound well before this many positions: wider ones cannot pay.
 _MOST_POSITIONS = 32
@@ -39,7 +37,7 @@ class Feed:
 
 
 class BatchTarget:
-    """Runs the target over neighbouring slots. Not thread-safe; the logits it returns are views.
+    """Runs the target over neighbouring slots. Not thread-safe; rows of logits are those of the last run.
 
     Args:
         box: the bundle on this box.
@@ -106,6 +104,11 @@ class BatchTarget:
         self._ms = box.batch_ms(precision, [s for s in dynamic if s.batch in self._sizes] + self._verify)
         most = max(s.batch * s.rows for s in (*dynamic, *self._verify))
         self._memory = np.zeros(most * bundle.target.padded_vocab_size, np.float32)
+
+    @property
+    def kv_bytes_copied(self) -> int:
+        """KV bytes that the backend wrote for the target's engines so far."""
+        return sum(p.kv_bytes_copied for p in self._bound.values())
 
     # -- what may commit ----------------------------------------------------------------------------------------
 
@@ -201,12 +204,14 @@ class BatchTarget:
 
     def ms(self, shape: Shape) -> float:
         """Stored milliseconds of one run; between measured batch sizes on a straight line."""
+        return self._between(self._ms, shape)
 
+    def _between(self, measured: Mapping[str, float], shape: Shape) -> float:
         def at(batch: int) -> float | None:
-            return self._ms.get(Shape(shape.engine, batch, shape.width, shape.rows).name)
+            return measured.get(Shape(shape.engine, batch, shape.width, shape.rows).name)
 
-        if shape.name in self._ms:
-            return self._ms[shape.name]
+        if shape.name in measured:
+            return measured[shape.name]
         below = max(b for b in self._sizes if b < shape.batch)
         above = min(b for b in self._sizes if b > shape.batch)
         low, high = at(below), at(above)
@@ -214,10 +219,10 @@ class BatchTarget:
             return (low or 0.0) / below * shape.batch
         return low + (high - low) * (shape.batch - below) / (above - below)
 
-    def step_costs(self, entry: EngineEntry) -> Callable[[int], float]:
-        """Return the stored milliseconds of a draft engine's step by batch size, measured on first use."""
-        self._ms |= self._box.batch_ms(self._precision, [self._box.shape(entry, b) for b in self._sizes])
-        return lambda batch: self.ms(self._box.shape(entry, batch))
+    def step_costs(self, entry: EngineEntry, box: Box) -> Callable[[int], float]:
+        """Return the stored milliseconds of a draft's step on ``box`` by batch size, measured on first use."""
+        measured = box.batch_ms(self._precision, [box.shape(entry, b) for b in self._sizes])
+        return lambda batch: self._between(measured, box.shape(entry, batch))
 
     # -- running ------------------------------------------------------------------------------------------------
 
@@ -230,11 +235,11 @@ class BatchTarget:
             self._targets[slot] = Target(self.cache, verify, prefill, prefill, mixed_prefill=bool(verify))
         return self._targets[slot]
 
-    def run(self, shape: Shape, slot: int, feeds: Sequence[Feed]) -> Logits:
+    def run(self, shape: Shape, slot: int, feeds: Sequence[Feed]) -> list[list[LogitRow]]:
         """Run ``shape`` over the slots from ``slot`` on.
 
         Returns:
-            logits ``[B, R, V]``; where R is 1, those of each row's last token.
+            rows of logits ``[B][R]``; where R is 1, those of each row's last token.
 
         Raises:
             EngineError: the run failed; entries behind each row's start are then zeroed.
@@ -259,7 +264,7 @@ class BatchTarget:
                 # One more: the step engine's attention writes a pad behind its token.
                 self.cache.clear(slot + row, feed.start, feed.start + shape.width + 1)
             raise
-        return bound.logits
+        return rows_of(bound)
 
     def _bind(self, shape: Shape, slot: int) -> BoundPass:
         key = (shape.name, slot)

@@ -9,28 +9,27 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from .boxcache import cache_directory
 from .bundle import Bundle
 from .costs import Pattern, measure
 from .engine import BoundPass, LoadedEngine
-from .errors import EngineError, ExactnessError, ParameterError
+from .errors import ExactnessError, ParameterError
 from .findings import Findings
+from .identity import identity_of
 from .invariance import Verdict, check_shapes
 from .kv import KVCache
+from .loading import Loader
 from .manifest import EngineEntry
-from .ort import OrtEngine, use_threads
-from .ort.prepared import prepare
+from .ort import use_threads
+from .place import HOST, Place
 from .shapes import Shape, shape_name
 
-__all__ = ["Box", "Facts", "exact_refusal", "exact_windows"]
+__all__ = ["Box", "Facts", "boxes", "exact_refusal", "exact_windows"]
 
 Progress = Callable[[str], None]
 _STEP_WIDTHS = (1, 2, 4)
 
-_loaded: WeakValueDictionary[tuple[str, str], OrtEngine] = WeakValueDictionary()
-_loading = threading.Lock()
 _telling = threading.local()  # .now: this thread is in a progress function
 
 
@@ -57,12 +56,23 @@ class Box:
         bundle: the bundle.
         threads: thread count of the process, None for the one in force.
         progress: told what takes long; may use what is open, but open nothing.
+        place: where the engines run.
+        max_batch: most rows of a pass of an engine with a dynamic batch.
 
     Raises:
         ParameterError: it is opened in a progress function.
+        BackendMissingError: the backend is not installed.
+        CudaError: a GPU is wanted and there is none.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None, progress: Progress = lambda _: None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int | None,
+        progress: Progress = lambda _: None,
+        place: Place = HOST,
+        max_batch: int = 1,
+    ) -> None:
         if getattr(_telling, "now", False):
             # The cache's lock may be held, for which this one would wait for ever.
             raise ParameterError(
@@ -70,38 +80,47 @@ class Box:
                 "open it before or afterwards"
             )
         self.bundle = bundle
-        self.threads = use_threads(threads)
+        self.place = place
+        self.threads = _threads(place, threads)
+        self.identity = identity_of(place)
         self._progress = partial(_tell, progress)
         self._cache: Path = cache_directory(bundle.path)
-        self.findings = Findings(self._cache, self.threads)
-        self._engines: dict[str, OrtEngine] = {}
+        self.findings = Findings(self._cache, (*self.identity.key(), str(self.threads)))
+        self._loader = Loader(bundle, place, self._cache, max_batch, self._progress)
 
     def engine(self, entry: EngineEntry) -> LoadedEngine:
         """Return the loaded engine of ``entry``; one copy for all boxes of the process."""
-        with _loading:
-            if entry.name in self._engines:
-                return self._engines[entry.name]  # whatever became of the files since
-            file = prepare(self.bundle.path / entry.file.path, entry.file.sha256, self._cache)
-            key = (str(file.resolve()), entry.name)
-            known = key in _loaded
-        if not known:
-            self._progress(f"loading {entry.name}")  # without the lock, which what it uses may need
-        with _loading:
-            engine = _loaded.get(key)
-            if engine is None:
-                try:
-                    engine = _loaded[key] = OrtEngine(entry, file, prepared=True)
-                except EngineError as error:
-                    raise EngineError(f"{error}; if the box's cache is damaged, delete {file.parent}") from None
-            self._engines[entry.name] = engine  # keeps it loaded for as long as this box is in use
-        return engine
+        return self._loader.engine(entry)
 
-    def facts(self, precision: str, drafts: list[EngineEntry]) -> Facts:
+    def sha256(self, entry: EngineEntry) -> str:
+        """Return the digest of what runs for ``entry``: its file or, compiled for this box, that."""
+        return self._loader.sha256(entry)
+
+    def key(self, shape: Shape) -> str:
+        """Return the name under which findings about ``shape`` are stored: compiled anew, it is another shape."""
+        return shape.name + self._compiled(shape.engine.entry)
+
+    def _compiled(self, entry: EngineEntry) -> str:
+        digest = self.sha256(entry)
+        return "" if digest == entry.file.sha256 else f"-{digest[:12]}"
+
+    def cache(self, entry: EngineEntry, slots: int = 1) -> KVCache:
+        """Return a new cache of the model and the dtype of ``entry``, where its engine is bound to it."""
+        model = self.bundle.manifest.models[entry.model]
+        return KVCache(model, range(model.layers), entry.kv_dtype, slots, self.place.memory)
+
+    def facts(self, precision: str, drafts: list[EngineEntry], draft_box: Box | None = None) -> Facts:
         """Return the facts about ``precision`` with these drafts, measured if they are not stored.
+
+        Args:
+            precision: of the target.
+            drafts: engines that propose.
+            draft_box: the box that they run on, None for this one.
 
         Raises:
             EngineError: an engine gives values that cannot be compared.
         """
+        draft_box = draft_box or self
         verify = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
         (prefill,) = self.bundle.engines(role="prefill", precision=precision)
         (decode,) = self.bundle.engines(role="decode", precision=precision)
@@ -114,7 +133,7 @@ class Box:
             if stored and not wanted:
                 return {}
             self._progress("first use on this box: measuring what each engine costs")
-            return self._measure_costs(verify, decode, steps, drafts)
+            return self._measure_costs(verify, decode, steps, drafts, draft_box)
 
         def read(stored: dict[str, Any]) -> Facts:
             return Facts(
@@ -127,7 +146,8 @@ class Box:
                 draft_width={n: int(w) for n, w in stored["draft_width"].items()},
             )
 
-        return self.findings.completed("costs", precision, missing, read)
+        kind = "costs" if draft_box is self else f"costs-with-{draft_box.findings.key}"
+        return self.findings.completed(kind, precision, missing, read)
 
     def shape(self, entry: EngineEntry, batch: int = 1, width: int = 1, rows: int = 1) -> Shape:
         """Return a shape of ``entry``; one with fixed axes has its own."""
@@ -154,19 +174,23 @@ class Box:
             MemoryBudgetError: there is no room to check the largest batch.
         """
 
+        reference = self.reference(precision)
+
         def missing(stored: dict[str, Any]) -> dict[str, Any]:
-            new = [s for s in shapes if again or s.name not in stored]
+            new = [s for s in shapes if again or self.key(s) not in stored]
             if not new:
                 return {}
             when = "" if again else "first use on this box: "
             self._progress(f"{when}checking {len(new)} shapes of the {precision} engines bit for bit")
-            found = check_shapes(self.bundle.target, new, self.reference(precision), self._progress)
-            return {name: asdict(verdict) for name, verdict in found.items()}
+            found = check_shapes(self.bundle.target, new, reference, self._progress)
+            return {self.key(s): asdict(found[s.name]) for s in new}
 
         def read(stored: dict[str, Any]) -> dict[str, Verdict]:
-            return {s.name: Verdict(**stored[s.name]) for s in shapes}
+            return {s.name: Verdict(**stored[self.key(s)]) for s in shapes}
 
-        return self.findings.completed("shapes", precision, missing, read)
+        # What it was compared with, where that was compiled for this box, is a part of each verdict.
+        kind = "shapes" + self._compiled(reference.engine.entry)
+        return self.findings.completed(kind, precision, missing, read)
 
     def batch_ms(self, precision: str, shapes: Sequence[Shape]) -> dict[str, float]:
         """Return the milliseconds of one run by shape name; shapes without a stored figure are measured."""
@@ -182,8 +206,7 @@ class Box:
             for s in new:
                 entry = s.engine.entry
                 if (entry.model, entry.kv_dtype) not in caches:
-                    model = self.bundle.manifest.models[entry.model]
-                    caches[entry.model, entry.kv_dtype] = KVCache(model, range(model.layers), entry.kv_dtype, slots)
+                    caches[entry.model, entry.kv_dtype] = self.cache(entry, slots)
                 cache = caches[entry.model, entry.kv_dtype]
                 bound = s.engine.bind(cache, s.width, s.rows, batch=s.batch)
                 patterns[s.name] = Pattern(bound, bound)
@@ -195,21 +218,26 @@ class Box:
         return self.findings.completed("batch-costs", precision, missing, read)
 
     def _measure_costs(
-        self, verify: list[EngineEntry], decode: EngineEntry, steps: list[EngineEntry], drafts: list[EngineEntry]
+        self,
+        verify: list[EngineEntry],
+        decode: EngineEntry,
+        steps: list[EngineEntry],
+        drafts: list[EngineEntry],
+        draft_box: Box,
     ) -> dict[str, object]:
-        caches: dict[tuple[str, str], KVCache] = {}
+        caches: dict[tuple[str, str, str], KVCache] = {}
 
-        def bind(entry: EngineEntry, width: int) -> BoundPass:
-            key = (entry.model, entry.kv_dtype)
-            model = self.bundle.manifest.models[entry.model]
+        def bind(entry: EngineEntry, width: int, box: Box = self) -> BoundPass:
+            key = (entry.model, entry.kv_dtype, box.place.memory)
             if key not in caches:
-                caches[key] = KVCache(model, range(model.layers), entry.kv_dtype)
-            return self.engine(entry).bind(caches[key], width, entry.rows or 1)
+                caches[key] = box.cache(entry)
+            return box.engine(entry).bind(caches[key], width, entry.rows or 1)
 
         windows = {e.sequence: bind(e, e.sequence) for e in verify if e.sequence}
         plain = bind(decode, 1)
         middle = windows[sorted(windows)[len(windows) // 2]]
-        draft_steps = {(e.name, w): bind(e, w) for e in drafts for w in (_STEP_WIDTHS if e.role == "draft" else (1,))}
+        widths = {e.name: _STEP_WIDTHS if e.role == "draft" else (1,) for e in drafts}
+        draft_steps = {(e.name, w): bind(e, w, draft_box) for e in drafts for w in widths[e.name]}
         other = next(iter(draft_steps.values()), plain)
         patterns = {"plain": Pattern(plain, plain)}
         for entry in steps:
@@ -239,6 +267,38 @@ def _tell(progress: Progress, line: str) -> None:
         progress(line)
     finally:
         _telling.now = False
+
+
+def boxes(
+    bundle: Bundle, threads: int | None, progress: Progress, place: Place, draft_place: Place, max_batch: int = 1
+) -> tuple[Box, Box]:
+    """Return the box of the target and that of drafts: the same one where they run at the same place.
+
+    Raises:
+        ParameterError: ``threads`` is given, and neither place has a thread pool.
+    """
+    if draft_place == place:
+        box = Box(bundle, threads, progress, place, max_batch)
+        return box, box
+    both = (place, draft_place)
+    pooled = [p.backend == "onnxruntime" for p in both]
+    counts = [threads if own or not any(pooled) else None for own in pooled]
+    target, draft = (Box(bundle, n, progress, p, max_batch) for n, p in zip(counts, both, strict=True))
+    return target, draft
+
+
+def _threads(place: Place, threads: int | None) -> int:
+    """Return the thread count of passes at ``place``: TensorRT is driven by one thread and has no pool to set.
+
+    Raises:
+        ParameterError: ``threads`` is given where it means nothing.
+        ThreadCountError: the process already runs its engines with another count.
+    """
+    if place.backend == "onnxruntime":
+        return use_threads(threads)
+    if threads is not None:
+        raise ParameterError(f"threads={threads!r}: engines on {place} have no thread pool, leave it out")
+    return 1
 
 
 def exact_refusal(outside: Mapping[str, str | None], verify: list[EngineEntry]) -> str | None:

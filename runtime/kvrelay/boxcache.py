@@ -13,14 +13,26 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from .errors import CacheDirectoryError
 
-__all__ = ["cache_directory", "cpu_identity", "cpu_name", "lock", "publish_json", "read_json"]
+__all__ = [
+    "PART",
+    "cache_candidates",
+    "cache_directory",
+    "cpu_identity",
+    "cpu_name",
+    "lock",
+    "publish_bytes",
+    "publish_json",
+    "read_json",
+]
+
+PART = ".part"  # ends the name of a file that is being written; what a killed run left behind may be deleted
 
 
 def cache_directory(bundle: Path) -> Path:
@@ -29,13 +41,8 @@ def cache_directory(bundle: Path) -> Path:
     Raises:
         CacheDirectoryError: none of the candidates can be written; the message lists them.
     """
-    named = os.environ.get("KVRELAY_CACHE")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
-    candidates = [Path(named)] if named else [bundle.parent / "kvrelay-cache", user]
-    digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
     problems = []
-    for candidate in candidates:
-        folder = candidate / digest[:16]
+    for folder in cache_candidates(bundle):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -46,6 +53,15 @@ def cache_directory(bundle: Path) -> Path:
         f"no folder for the box's cache can be written ({'; '.join(problems)}); "
         "set KVRELAY_CACHE to a writable folder with room for about twice the bundle"
     )
+
+
+def cache_candidates(bundle: Path) -> list[Path]:
+    """Return the folders that may hold what this box knows about ``bundle``, in the order in which they are tried."""
+    named = os.environ.get("KVRELAY_CACHE")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+    digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
+    places = [Path(named)] if named else [bundle.parent / "kvrelay-cache", user]
+    return [place / digest[:16] for place in places]
 
 
 @lru_cache(maxsize=1)
@@ -74,10 +90,17 @@ def cpu_name() -> str:
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Hold the cache's lock: one process prepares or probes at a time, the others find its result."""
+def lock(folder: Path, blocked: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the cache's lock: one process prepares, builds or probes at a time, the others find its result.
+
+    ``blocked`` is called before waiting for another holder.
+    """
     with open(folder / "lock", "a+b") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            blocked()
+            fcntl.flock(handle, fcntl.LOCK_EX)
         try:
             yield
         finally:
@@ -90,11 +113,22 @@ def publish_json(path: Path, data: Any) -> None:
     Raises:
         CacheDirectoryError: the folder cannot be written, or is full.
     """
+    publish_bytes(path, json.dumps(data, indent=1).encode())
+
+
+def publish_bytes(path: Path, content: bytes | memoryview) -> None:
+    """Write ``content`` to ``path`` so that a reader, also after a power cut, sees the old file or the new one, whole.
+
+    Raises:
+        CacheDirectoryError: the folder cannot be written, or is full.
+    """
     name = None
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w") as handle:
-            json.dump(data, handle, indent=1)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=PART)
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
         os.replace(name, path)
     except BaseException as error:
         if name is not None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from .batch_drafting import Drafting
 from .compare import compare
 from .errors import EngineError, KvrelayError
 from .kv import KVCache
+from .logits import LogitRow
 from .slots import Row, Slots
 from .stats import EngineStats
 
 __all__ = ["Commits"]
-
-Logits = npt.NDArray[np.float32]
 
 
 class Commits:
@@ -37,7 +34,7 @@ class Commits:
         self._stats = stats
 
     def commit(
-        self, row: Row, drafted: list[int], logits: Logits, *, canonical: bool, replayed: bool
+        self, row: Row, drafted: list[int], logits: Sequence[LogitRow], *, canonical: bool, replayed: bool
     ) -> tuple[int, int] | None:
         """Compare, commit, roll back by moving the length, and hand out the text.
 

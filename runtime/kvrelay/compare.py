@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from .logits import LogitRow
 from .request import Request
 
 __all__ = ["compare"]
 
 
-def compare(request: Request, drafted: Sequence[int], logits: npt.NDArray[np.float32]) -> tuple[int, int, str]:
+def compare(request: Request, drafted: Sequence[int], logits: Sequence[LogitRow]) -> tuple[int, int, str]:
     """Commit the matching prefix of ``drafted`` and the target's own next token, and count.
 
     End-of-sequence ids, stop strings and limits are applied at each token, in order.
@@ -20,7 +18,7 @@ def compare(request: Request, drafted: Sequence[int], logits: npt.NDArray[np.flo
     Args:
         request: the request.
         drafted: candidates for the positions after its last committed token.
-        logits: float32 ``[len(drafted) + 1, V]``, those that follow the last committed token first.
+        logits: ``len(drafted) + 1`` rows, that which follows the last committed token first.
 
     Returns:
         candidates that matched, candidates that were compared, the text that became certain.

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from .engine import BoundPass
 from .kv import HandOver
+from .logits import LogitRow
 from .request import Request
 
 __all__ = ["Drafter", "EngineDrafter", "NgramDrafter"]
@@ -81,6 +82,7 @@ class EngineDrafter:
         stats = request.stats
         spent = sum(p.seconds for p in self._passes.values())
         runs = sum(p.runs for p in self._passes.values())
+        written = sum(p.kv_bytes_copied for p in self._passes.values())
         if self._hand_over is not None:
             copied = self._hand_over.bytes
             self._hand_over.advance(request.kv_length)
@@ -92,7 +94,7 @@ class EngineDrafter:
         token = request.tokens[position]
         while len(drafted) < count:
             step = self._step(token, position)
-            token = request.sampler.pick(step.logits[0, 0], position + 1)
+            token = request.sampler.choose(LogitRow(step, 0, 0), position + 1)
             drafted.append(token)
             request.sampler.observe(token)
             position += 1
@@ -103,6 +105,7 @@ class EngineDrafter:
         self._length = position
         stats.draft_seconds += sum(p.seconds for p in self._passes.values()) - spent
         stats.draft_runs += sum(p.runs for p in self._passes.values()) - runs
+        stats.kv_bytes_copied += sum(p.kv_bytes_copied for p in self._passes.values()) - written
         return drafted
 
     def commit(self, request: Request) -> None:

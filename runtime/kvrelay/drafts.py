@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .bundle import Bundle
 from .errors import ParameterError
-from .kv import HandOver, KVCache
+from .kv import HandOver, KVCache, Memory
 from .manifest import EngineEntry
 
 __all__ = ["acceptance_prior", "check_draft", "draft_cache", "draft_entry", "draft_names"]
@@ -47,16 +47,16 @@ def check_draft(bundle: Bundle, precision: str, draft: str) -> list[str]:
     return names
 
 
-def draft_cache(bundle: Bundle, entry: EngineEntry, cache: KVCache) -> tuple[KVCache, HandOver | None]:
-    """Return the cache of a draft engine, and what hands verified entries over to it.
+def draft_cache(bundle: Bundle, entry: EngineEntry, cache: KVCache, memory: Memory) -> tuple[KVCache, HandOver | None]:
+    """Return the cache of a draft engine in ``memory``, and what hands verified entries over to it.
 
-    That is the target's ``cache`` itself or, for another dtype or model, a new one of as many slots; another model's
-    cache holds what was fed to it, and nothing is handed over.
+    That is the target's ``cache`` itself or, for another dtype, memory or model, a new one of as many slots; another
+    model's cache holds what was fed to it, and nothing is handed over.
     """
     own_model = entry.model != bundle.manifest.target
-    if not own_model and entry.kv_dtype == cache.dtype.name:
+    if not own_model and (entry.kv_dtype, memory) == (cache.dtype.name, cache.memory):
         return cache, None
-    own = KVCache(bundle.manifest.models[entry.model], entry.kv_layers, entry.kv_dtype, cache.slots)
+    own = KVCache(bundle.manifest.models[entry.model], entry.kv_layers, entry.kv_dtype, cache.slots, memory)
     return own, None if own_model else HandOver(cache, own)
 
 

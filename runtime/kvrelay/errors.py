@@ -6,11 +6,13 @@ __all__ = [
     "BackendMissingError",
     "BundleError",
     "CacheDirectoryError",
+    "CudaError",
     "EngineError",
     "ExactnessError",
     "KvrelayError",
     "MemoryBudgetError",
     "ParameterError",
+    "PlanError",
     "PromptError",
     "ThreadCountError",
 ]
@@ -36,6 +38,10 @@ class EngineError(KvrelayError):
     """An engine failed to load or run, or returned values that are not numbers."""
 
 
+class CudaError(EngineError):
+    """A call of CUDA failed, or there is no GPU."""
+
+
 class ExactnessError(KvrelayError):
     """The engines on this box cannot keep the promise that was asked for."""
 
@@ -46,6 +52,10 @@ class MemoryBudgetError(KvrelayError):
 
 class ParameterError(KvrelayError, ValueError):
     """A parameter is unknown, out of range, or contradicts another."""
+
+
+class PlanError(EngineError):
+    """A TensorRT plan cannot be built, is missing or damaged, or is for another version, device or graph."""
 
 
 class PromptError(KvrelayError, ValueError):

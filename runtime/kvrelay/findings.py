@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .boxcache import cpu_identity, lock, publish_json, read_json
-from .ort.library import onnxruntime
+from .boxcache import lock, publish_json, read_json
 
 __all__ = ["Findings"]
 
@@ -21,16 +20,16 @@ _FORMAT = "2"
 
 
 class Findings:
-    """Findings under one kvrelay, library version, CPU and thread count: each combination has files of its own.
+    """Findings under one kvrelay and one place: each combination has files of its own.
 
     Args:
         folder: of the bundle in the box's cache.
-        threads: of the process.
+        place: what they hold for: library and version, provider, device, threads.
     """
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, place: Sequence[str]) -> None:
         self._folder = folder
-        self._threads = threads
+        self.key = hashlib.sha256("\n".join((_FORMAT, version("kvrelay"), *place)).encode()).hexdigest()[:16]
 
     def remembered(
         self, kind: str, precision: str, key: str, find: Callable[[], Any], read: Callable[[Any], _T], *, again: bool
@@ -58,9 +57,7 @@ class Findings:
         return read(found)
 
     def _file(self, kind: str, precision: str) -> Path:
-        facts = (_FORMAT, version("kvrelay"), onnxruntime().__version__, cpu_identity(), str(self._threads))
-        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-        return self._folder / f"{kind}-{precision}-{key}.json"
+        return self._folder / f"{kind}-{precision}-{self.key}.json"
 
     def completed(
         self,

@@ -1,6 +1,6 @@
 """Fingerprints: digests of what a target's engines compute, to compare processes and thread counts bit for bit.
 
-``python -m kvrelay.fingerprint BUNDLE --precision P --threads T`` prints one as a line of JSON.
+``python -m kvrelay.fingerprint BUNDLE --precision P`` prints one as a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from . import contract
 from .box import Box
 from .bundle import open_bundle
 from .engine import BoundPass
 from .errors import EngineError, KvrelayError, ParameterError
 from .invariance import promise_of
 from .kv import KVCache
+from .place import place_of
 from .prober import Prober
 from .shapes import Shape, target_shapes
 from .target import Target
@@ -74,8 +74,7 @@ def _pass_bytes(prober: Prober, bound: BoundPass, shape: Shape) -> bytes:
     """Run ``shape`` over the same window in every row; return the bytes of its logits and new KV entries."""
     prober.run(bound, shape, [0] * shape.batch, shape.width)
     _require_numbers(shape.name, bound.logits)
-    at = slice(prober.depth, prober.depth + shape.width)
-    entries = [prober.cache.tensors[name][: shape.batch, :, at] for name in prober.names]
+    entries = [prober.cache.read(b, prober.depth, prober.depth + shape.width) for b in range(shape.batch)]
     return b"".join(array.tobytes() for array in (bound.logits, *entries))
 
 
@@ -83,7 +82,7 @@ def _prompt_digests(box: Box, precision: str, shapes: Sequence[Shape]) -> tuple[
     """Return the digest of a prompt processed at once, and of one continued from its middle as a kept prefix is."""
     model = box.bundle.target
     (entry,) = box.bundle.engines(role="prefill", precision=precision)
-    cache = KVCache(model, range(model.layers), entry.kv_dtype)
+    cache = KVCache(model, range(model.layers), entry.kv_dtype, memory=box.engine(entry).memory)
 
     def bind(shape: Shape) -> BoundPass:
         return shape.engine.bind(cache, shape.width, shape.rows)
@@ -100,10 +99,9 @@ def _prompt_digests(box: Box, precision: str, shapes: Sequence[Shape]) -> tuple[
         cache.clear(0)
         for start, end in zip(starts, [*starts[1:], length], strict=True):
             logits = target.prefill(tokens[:end], start)
-        _require_numbers("a prompt", logits)
-        found = hashlib.sha256(logits.tobytes())
-        for name in contract.past_names(entry.kv_layers):
-            found.update(cache.tensors[name][0, :, :length].tobytes())
+        _require_numbers("a prompt", logits.whole)
+        found = hashlib.sha256(logits.whole.tobytes())
+        found.update(cache.read(0, 0, length).tobytes())
         return found.hexdigest()
 
     return digest([0]), digest([0, middle])
@@ -114,14 +112,19 @@ def _require_numbers(what: str, logits: np.ndarray) -> None:
         raise EngineError(f"{what} gives logits that are not finite or all zero")
 
 
-def fingerprint_elsewhere(bundle: Path, precision: str, threads: int, names: Sequence[str]) -> Fingerprint:
-    """Take the fingerprint of the shapes ``names`` in a process of its own.
+def fingerprint_elsewhere(box: Box, precision: str, threads: int, names: Sequence[str]) -> Fingerprint:
+    """Take the fingerprint of the shapes ``names`` at the place of ``box``, in a process of its own.
 
     Raises:
         EngineError: that process failed; says how.
     """
-    options = ["--precision", precision, "--threads", str(threads), "--shapes", ",".join(names)]
-    command = [sys.executable, "-m", "kvrelay.fingerprint", str(bundle.resolve()), *options]
+    place = box.place
+    options = ["--precision", precision, "--backend", place.backend]
+    if place.backend == "onnxruntime":
+        options += ["--provider", place.provider, "--threads", str(threads)]
+    most = max(int(name.rpartition("@")[2].partition("x")[0]) for name in names)
+    options += ["--max-batch", str(most), "--shapes", ",".join(names)]
+    command = [sys.executable, "-m", "kvrelay.fingerprint", str(box.bundle.path.resolve()), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
@@ -147,18 +150,21 @@ def _main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvrelay.fingerprint", description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", required=True)
-    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--backend", default="onnxruntime")
+    parser.add_argument("--provider")
+    parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--shapes", help="shapes, comma-separated; default: what may commit deterministic requests")
     given = parser.parse_args()
     try:
         bundle = open_bundle(given.bundle)
         if given.precision not in bundle.precisions():
             raise ParameterError(f"--precision {given.precision}: this bundle has {', '.join(bundle.precisions())}")
-        box = Box(bundle, given.threads)
+        box = Box(bundle, given.threads, place=place_of(given.backend, given.provider), max_batch=given.max_batch)
         if given.shapes is not None:
             shapes = [_named(box, name) for name in given.shapes.split(",")]
         else:
-            every = target_shapes(box, given.precision, max_batch=8)
+            every = target_shapes(box, given.precision, max_batch=given.max_batch)
             promise = promise_of(box.verdicts(given.precision, every.all), every)
             if promise.refusal is not None:
                 raise ParameterError(f"--precision {given.precision}: nothing may commit: {promise.refusal}")

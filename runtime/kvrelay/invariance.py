@@ -75,7 +75,7 @@ def _unstable(prober: Prober, bound: BoundPass, shape: Shape) -> str | None:
     wanted = bound.logits[0].copy()
     if not np.isfinite(wanted).all() or not wanted.any():
         return f"logits are not finite or all zero at context {prober.depth}"
-    entries = [prober.cache.tensors[n][0, :, : prober.depth + prober.span].copy() for n in prober.names]
+    entries = prober.cache.read(0, 0, prober.depth + prober.span)
     for what, offsets, real in _variations(shape):
         prober.run(bound, shape, offsets, real)
         for row, offset in enumerate(offsets):

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from . import contract
-from .errors import MemoryBudgetError
+from .errors import EngineError, MemoryBudgetError
 from .manifest import ModelEntry
 
-__all__ = ["HandOver", "KVCache", "aligned_zeros", "kv_bytes"]
+if TYPE_CHECKING:
+    from .cuda import Block
+    from .cuda.entries import DeviceEntries
+
+__all__ = ["HandOver", "KVCache", "Memory", "aligned_zeros", "kv_bytes"]
+
+Memory = Literal["host", "cuda"]
 
 
 def aligned_zeros(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
@@ -33,54 +40,140 @@ def kv_bytes(model: ModelEntry, layers: int, itemsize: int, entries: int) -> int
     return 2 * layers * model.kv_heads * model.head_dim * itemsize * entries
 
 
+class _HostEntries:
+    """The entries of a cache in host memory: one array a tensor, ``[slots, Hkv, Lmax, D]``."""
+
+    def __init__(self, names: Sequence[str], shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
+        self.tensors = {name: aligned_zeros(shape, dtype) for name in names}
+
+    def address(self, name: str, slot: int) -> int:
+        return int(self.tensors[name][slot].ctypes.data)
+
+    def read(self, names: Sequence[str], slot: int, start: int, end: int) -> npt.NDArray[Any]:
+        return np.stack([self.tensors[name][slot, :, start:end] for name in names])
+
+    def write(self, names: Sequence[str], slot: int, start: int, values: npt.NDArray[Any]) -> None:
+        for name, part in zip(names, values, strict=True):
+            self.tensors[name][slot, :, start : start + part.shape[1]] = part
+
+    def clear(self, slot: int, start: int, end: int) -> None:
+        for tensor in self.tensors.values():
+            tensor[slot, :, start:end] = 0
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        for tensor in self.tensors.values():
+            kept = tensor[a, :, :length].copy()
+            tensor[a, :, :length] = tensor[b, :, :length]
+            tensor[b, :, :length] = kept
+
+
 class KVCache:
     """The cache of ``slots`` requests: per layer a key and a value buffer ``[slots, Hkv, Lmax, D]``.
 
+    Args:
+        model: sizes.
+        layers: layers of the model that have a buffer.
+        dtype: of an element.
+        slots: requests.
+        memory: "host", or "cuda" for the GPU's memory.
+
     Raises:
-        MemoryBudgetError: the buffers would not fit in the memory that the box has left.
+        MemoryBudgetError: the buffers would not fit in the memory that the box, or its GPU, has left.
+        CudaError: there is no GPU.
     """
 
-    def __init__(self, model: ModelEntry, layers: Sequence[int], dtype: npt.DTypeLike = np.float32, slots: int = 1):
+    def __init__(
+        self,
+        model: ModelEntry,
+        layers: Sequence[int],
+        dtype: npt.DTypeLike = np.float32,
+        slots: int = 1,
+        memory: Memory = "host",
+    ) -> None:
         self.model = model
         self.layers = tuple(layers)
         self.dtype = np.dtype(dtype)
         self.slots = slots
+        self.memory = memory
+        self.names = contract.past_names(self.layers)
+        self.shape = (slots, model.kv_heads, model.capacity, model.head_dim)
         self.bytes = kv_bytes(model, len(self.layers), self.dtype.itemsize, model.capacity * slots)
-        available = _available_bytes()
+        available = _available_bytes() if memory == "host" else _available_bytes_of_gpu()
         if available is not None and self.bytes > available:
             raise MemoryBudgetError(
                 f"a KV cache of {slots} slot(s) x {model.capacity} entries needs {self.bytes / 2**20:.0f} MiB, "
                 f"{available / 2**20:.0f} MiB are available; export with a smaller --context or free memory"
             )
-        shape = (slots, model.kv_heads, model.capacity, model.head_dim)
-        self.tensors = {name: aligned_zeros(shape, self.dtype) for name in contract.past_names(self.layers)}
+        self._entries: _HostEntries | DeviceEntries
+        if memory == "host":
+            self._entries = _HostEntries(self.names, self.shape, self.dtype)
+        else:
+            from .cuda.entries import DeviceEntries
+
+            self._entries = DeviceEntries(self.names, self.shape, self.dtype)
+
+    @property
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays themselves, by past name.
+
+        Raises:
+            EngineError: the cache is not in host memory; :meth:`read` and :meth:`write` copy.
+        """
+        if not isinstance(self._entries, _HostEntries):
+            raise EngineError("a KV cache in GPU memory has no arrays on the host: read() copies entries")
+        return self._entries.tensors
 
     def address(self, name: str, slot: int) -> int:
         """Address of the first byte of ``slot`` in the tensor ``name`` (a past name of the contract)."""
-        return int(self.tensors[name][slot].ctypes.data)
+        return self._entries.address(name, slot)
+
+    def read(self, slot: int, start: int, end: int, names: Sequence[str] | None = None) -> npt.NDArray[Any]:
+        """Return a copy of the entries ``start .. end - 1`` of a slot: ``[tensors, Hkv, entries, D]``."""
+        return self._entries.read(self.names if names is None else names, slot, start, end)
+
+    def write(self, slot: int, start: int, values: npt.NDArray[Any], names: Sequence[str] | None = None) -> int:
+        """Set the entries of a slot from ``start`` on to ``values`` ``[tensors, Hkv, entries, D]``; return the bytes.
+
+        A GPU takes them after the passes that are queued, while the host goes on.
+        """
+        self._entries.write(self.names if names is None else names, slot, start, values)
+        return int(values.size) * self.dtype.itemsize
+
+    def copy_from(self, source: KVCache, slot: int, start: int, end: int) -> int:
+        """Copy entries from another cache in GPU memory, of the same dtype, on the GPU itself; return the bytes."""
+        mine, theirs = self._entries, source._entries
+        assert not isinstance(mine, _HostEntries) and not isinstance(theirs, _HostEntries)
+        mine.copy_from(theirs, self.names, slot, start, end)
+        return kv_bytes(self.model, len(self.layers), self.dtype.itemsize, end - start)
+
+    def append(self, slot: int, start: int, size: int, source: Block, names: Sequence[str]) -> int:
+        """Copy ``size`` new entries on the GPU, where ``source`` says they lie, to a slot; return the bytes."""
+        assert not isinstance(self._entries, _HostEntries)
+        self._entries.append(names, slot, start, size, source)
+        return len(names) * self.shape[1] * size * self.shape[3] * self.dtype.itemsize
 
     def swap(self, a: int, b: int, length: int) -> int:
         """Exchange the first ``length`` entries of two slots; return the bytes written."""
-        for tensor in self.tensors.values():
-            kept = tensor[a, :, :length].copy()
-            tensor[a, :, :length] = tensor[b, :, :length]
-            tensor[b, :, :length] = kept
+        self._entries.swap(a, b, length)
         return 2 * kv_bytes(self.model, len(self.layers), self.dtype.itemsize, length)
 
     def clear(self, slot: int, start: int = 0, end: int | None = None) -> None:
         """Zero the entries ``start .. end - 1`` of a slot: a NaN behind a mask would leak into a sum."""
-        for tensor in self.tensors.values():
-            tensor[slot, :, start:end] = 0
+        capacity = self.model.capacity
+        self._entries.clear(slot, start, capacity if end is None else min(end, capacity))
 
 
 class HandOver:
-    """Copies new KV entries from one cache to another that cannot share its memory (another dtype or device)."""
+    """Copies new KV entries from one cache to another that cannot share its memory (another dtype or device).
+
+    To a GPU they are copied while the host goes on; from a GPU the host waits for them.
+    """
 
     def __init__(self, source: KVCache, destination: KVCache) -> None:
         self.source = source
         self.destination = destination
         self.lengths = [0] * source.slots
-        self.bytes = 0
+        self.bytes = 0  # written so far, on the host between two GPU caches of different dtypes too
 
     def restart(self, slot: int = 0) -> None:
         """Forget what was copied: a new request has the slot."""
@@ -88,13 +181,19 @@ class HandOver:
 
     def advance(self, length: int, slot: int = 0) -> None:
         """Copy the entries that the destination lacks up to ``length``, all of them committed."""
-        if length <= self.lengths[slot]:
+        start = self.lengths[slot]
+        if length <= start:
             return
-        span = slice(self.lengths[slot], length)
-        for name, tensor in self.destination.tensors.items():
-            part = self.source.tensors[name][slot, :, span]
-            tensor[slot, :, span] = part
-            self.bytes += part.size * tensor.itemsize
+        source, destination = self.source, self.destination
+        names = destination.names
+        same_memory = source.memory == destination.memory == "cuda"
+        if same_memory and source.dtype == destination.dtype:
+            self.bytes += destination.copy_from(source, slot, start, length)
+        else:
+            values = source.read(slot, start, length, names)
+            self.bytes += destination.write(slot, start, values, names)
+            if same_memory:  # no kernel of ours converts on the GPU
+                self.bytes += values.nbytes
         self.lengths[slot] = length
 
 
@@ -107,3 +206,9 @@ def _available_bytes() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _available_bytes_of_gpu() -> int:
+    from .cuda import Device
+
+    return Device.current().memory()[0]

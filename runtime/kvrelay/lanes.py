@@ -9,13 +9,14 @@ from functools import partial
 
 import numpy as np
 
-from .box import Box, exact_windows
+from .box import boxes, exact_windows
 from .bundle import Bundle
 from .drafters import Drafter, EngineDrafter, NgramDrafter
 from .drafts import acceptance_prior, check_draft, draft_cache, draft_entry
 from .errors import ParameterError
 from .kv import KVCache, kv_bytes
 from .manifest import EngineEntry
+from .place import Place
 from .policy import Costs, Policy, break_even
 from .request import Request, common_prefix
 from .target import Target
@@ -45,6 +46,8 @@ class Lanes:
         window: a fixed verify window, or None.
         threads: thread count of the process; None for the count in force.
         exact: commit only through verify engines of one shape class.
+        place: where the target runs.
+        draft_place: where drafts run.
         progress: told what takes long on first use.
 
     Raises:
@@ -61,6 +64,8 @@ class Lanes:
         window: int | None,
         threads: int | None,
         exact: bool,
+        place: Place,
+        draft_place: Place,
         progress: Callable[[str], None],
     ) -> None:
         self._bundle = bundle
@@ -75,10 +80,9 @@ class Lanes:
         self._window = None if window is None else int(window)
         (self._prefill,) = bundle.engines(role="prefill", precision=precision)
         (self._decode,) = bundle.engines(role="decode", precision=precision)
-        self.box = Box(bundle, threads, progress)
-        self.facts = self.box.facts(
-            precision, [draft_entry(self._bundle, self._precision, n) for n in self._engine_drafts()]
-        )
+        self.box, self.draft_box = boxes(bundle, threads, progress, place, draft_place)
+        drafts = [draft_entry(self._bundle, self._precision, n) for n in self._engine_drafts()]
+        self.facts = self.box.facts(precision, drafts, self.draft_box)
         if exact:
             self._verify = exact_windows(self.facts, self._verify)
             if window is not None and window not in [e.sequence for e in self._verify]:
@@ -124,8 +128,7 @@ class Lanes:
     # -- making -------------------------------------------------------------------------------------------------
 
     def _new(self) -> Lane:
-        target = self._bundle.target
-        cache = KVCache(target, range(target.layers))
+        cache = self.box.cache(self._prefill)
         verify = {}
         for entry in self._verify:
             assert entry.sequence is not None and entry.rows is not None
@@ -140,9 +143,9 @@ class Lanes:
         if name == "ngram":
             return NgramDrafter()
         entry = draft_entry(self._bundle, self._precision, name)
-        engine = self.box.engine(entry)
+        engine = self.draft_box.engine(entry)
         own_model = entry.model != self._bundle.manifest.target
-        own, hand_over = draft_cache(self._bundle, entry, cache)
+        own, hand_over = draft_cache(self._bundle, entry, cache, engine.memory)
         return EngineDrafter(
             name,
             lambda width: engine.bind(own, width, 1),
@@ -166,7 +169,8 @@ class Lanes:
 
     def _engine_drafts(self) -> list[str]:
         """Drafts with an engine that is not the target's own."""
-        return [n for n in self.drafts if n not in ("none", "ngram", "self")]
+        own = ("none", "ngram") if self.draft_box is not self.box else ("none", "ngram", "self")
+        return [n for n in self.drafts if n not in own]
 
     def _wanted_drafts(self) -> list[str]:
         if self._draft == "none":
@@ -185,7 +189,7 @@ class Lanes:
         if self._plain is not None:
             plain = facts.plain_ms if self._plain is self._decode else facts.step_ms
         draft = {n: facts.draft_ms[draft_entry(self._bundle, self._precision, n).name] for n in self._engine_drafts()}
-        return Costs(plain, verify, after_draft, {**draft, "ngram": 0.0, "self": facts.plain_ms})
+        return Costs(plain, verify, after_draft, {"self": facts.plain_ms, **draft, "ngram": 0.0})
 
     def policy(self, lane: Lane) -> Policy:
         """Return the policy for one request on ``lane``."""

@@ -36,6 +36,7 @@ def generate(
         EngineError: an engine failed or gave values that are not numbers.
     """
     started = time.perf_counter()
+    copied = target.kv_bytes_copied
     for drafter in policy.drafters:
         drafter.begin(request)
     logits = target.prefill(request.tokens, request.kv_length)
@@ -59,6 +60,7 @@ def generate(
         request.stats.verify_seconds = target.seconds - spent
         yield piece
         paused += time.perf_counter() - handed
+    request.stats.kv_bytes_copied += target.kv_bytes_copied - copied
     request.stats.policy = policy.summary()
     yield request.stream.finish()
 

@@ -23,7 +23,8 @@ __all__ = [
 SCHEMA_VERSION = 1
 
 Precision = Literal["fp32", "fp16", "int8", "int4", "int8-dynamic"]
-Dialect = Literal["ort", "standard"]
+Dialect = Literal["ort", "standard", "decomposed"]
+Float = Literal["float32", "float16"]
 Role = Literal["draft", "decode", "step", "verify", "prefill"]
 Size = Annotated[int, Field(ge=1)]
 
@@ -49,6 +50,9 @@ class Check(Strict):
     top1: float  # share of positions with the same most likely token as torch with the engine's own weights
     max_logit_diff: float  # largest absolute difference of any logit
     agreement: float  # share of positions with the same most likely token as the unquantised model
+    # For float16 activations: the largest magnitude that each layer computes in float32, norm and head last. A backend
+    # that computes in float16 overflows above 65504; one that computes in float32 between casts never shows it.
+    activation_maxima: list[float] = []
 
 
 class ModelEntry(Strict):
@@ -82,7 +86,8 @@ class EngineEntry(Strict):
     batch: Size | None = None  # None: dynamic
     sequence: Size | None = None
     rows: Size | None = None
-    kv_dtype: Literal["float32", "float16"] = "float32"
+    activations: Float = "float32"  # what products, norms and attention take and give
+    kv_dtype: Float = "float32"
     kv_layers: list[int]  # layers of the model whose cache the engine reads and writes
     draft: str | None = None  # the name under which the API offers a draft
     skip: list[str] = []  # sublayers that a layer-skipping draft leaves out

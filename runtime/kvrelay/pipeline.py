@@ -12,6 +12,7 @@ from .errors import EngineError, ParameterError
 from .intake import Intake, Result, check_callable, check_flag, one_of, result_of
 from .lanes import Lanes
 from .loop import Event, generate
+from .place import draft_place_of, place_of
 from .request import Request
 from .tokenizer import Prompt
 
@@ -111,6 +112,13 @@ class Pipeline:
         threads: thread count of the process; None for the count in force.
         exact: commit only through verify engines of one shape class, so that the output does not depend, bit for bit,
             on the draft, its length or the window. False lets plain steps use the faster decode engine.
+        backend: what runs the target: "onnxruntime", "tensorrt" or "tensorrt-rtx"; the last two run plans that
+            ``kvrelay build`` made on this box.
+        provider: of ONNX Runtime: "cpu" (the default), "cuda", "tensorrt", or several in order of preference,
+            separated by commas: operators that "cuda" lacks are an error unless "cuda,cpu" allows them on the CPU.
+        draft_backend: of drafts with an engine, as ``backend``; None with ``draft_provider`` None for the target's.
+        draft_provider: of drafts with an engine, as ``provider``. KV entries that a draft elsewhere lacks are copied
+            to it, each once, and counted.
         progress: told what takes long on first use; may use what is open, but open nothing.
 
     Raises:
@@ -126,9 +134,14 @@ class Pipeline:
         precision: str | None = None,
         threads: int | None = None,
         exact: bool = True,
+        backend: str = "onnxruntime",
+        provider: str | None = None,
+        draft_backend: str | None = None,
+        draft_provider: str | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         check_flag("exact", exact)
+        place = place_of(backend, provider)
         self._bundle = open_bundle(bundle)
         self.precision = one_of("precision", precision, self._bundle.precisions())
         self.draft = draft
@@ -142,6 +155,8 @@ class Pipeline:
             window=window,
             threads=threads,
             exact=exact,
+            place=place,
+            draft_place=draft_place_of(place, draft_backend, draft_provider),
             progress=progress,
         )
         self.drafts = self._lanes.drafts

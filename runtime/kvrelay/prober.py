@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import contract
 from .engine import BoundPass
 from .errors import EngineError
 from .kv import KVCache
@@ -36,9 +36,9 @@ class Prober:
         self.reference = reference
         filler = filler or reference
         entry = reference.engine.entry
-        self.names = contract.past_names(entry.kv_layers)
         every = (*shapes, reference, filler)
-        self.cache = KVCache(model, entry.kv_layers, entry.kv_dtype, max(s.batch for s in every))
+        slots = max(s.batch for s in every)
+        self.cache = KVCache(model, entry.kv_layers, entry.kv_dtype, slots, reference.engine.memory)
         most = max(s.batch * s.rows for s in every)
         self._logits = np.zeros(most * model.padded_vocab_size, np.float32)
         self._reference = self.bind(reference)
@@ -72,16 +72,16 @@ class Prober:
             self._feed(self._filler, at, range(self._filler.logit_rows.shape[1]))
             self.filled = at + width
         self._intact = set(range(self.reference.batch))
-        for tensor in self.cache.tensors.values():
-            tensor[1 : self.reference.batch, :, :depth] = tensor[0, :, :depth]
+        context = self.cache.read(0, 0, depth)
+        for slot in range(1, self.reference.batch):
+            self.cache.write(slot, 0, context)
         self.depth = depth
         self.logits = np.concatenate(  # [span, V]
             [self._logits_of_reference(at) for at in range(depth, depth + self.span, self.reference.width)]
         )
         if not np.isfinite(self.logits).all() or not self.logits.any():
             raise EngineError(f"{self.reference.name} gives logits that are not finite or all zero")
-        # [Hkv, depth + span, D] by name
-        self.entries = [self.cache.tensors[n][0, :, : depth + self.span].copy() for n in self.names]
+        self.entries = self.cache.read(0, 0, depth + self.span)  # [tensors, Hkv, depth + span, D]
         if not all(np.isfinite(e).all() and e.any() for e in self.entries):
             raise EngineError(f"{self.reference.name} gives KV entries that are not finite or all zero")
         self.filled = depth
@@ -104,15 +104,13 @@ class Prober:
     def _restore(self, slot: int) -> None:
         """Give a slot the context of the reference; where it has it already, only what passes wrote behind it."""
         start = self.depth if slot in self._intact else 0
-        for name, kept in zip(self.names, self.entries, strict=True):
-            self.cache.tensors[name][slot, :, start : kept.shape[1]] = kept[:, start:]
+        self.cache.write(slot, start, self.entries[:, :, start:])
         self._intact.add(slot)
 
     def _disturb(self, slot: int) -> None:
         """Give a slot another context of the same size: the entries in another order."""
         if slot in self._intact:
-            for name, kept in zip(self.names, self.entries, strict=True):
-                self.cache.tensors[name][slot, :, : kept.shape[1]] = kept[:, ::-1]
+            self.cache.write(slot, 0, self.entries[:, :, ::-1])
         self._intact.discard(slot)
 
     def run(self, bound: BoundPass, shape: Shape, offsets: Sequence[int | None], real: int) -> None:
@@ -159,9 +157,9 @@ class Prober:
         offset: int,
         real: int,
         wanted: npt.NDArray[np.float32] | None,
-        entries: Sequence[npt.NDArray[np.generic]],
+        entries: npt.NDArray[Any],
     ) -> str | None:
-        """Compare one row of the last run with logits ``[S, V]``, if they are given, and with KV entries.
+        """Compare one row of the last run with logits ``[S, V]``, if they are given, and with a slot's KV entries.
 
         Returns:
             The first difference in words, None if every bit agrees.
@@ -173,9 +171,8 @@ class Prober:
             wanted = wanted[-1:] if shape.rows == 1 else wanted[: shape.rows]
             if not _same_bits(got, wanted):
                 return f"logits differ by up to {np.abs(got - wanted).max():.2g} {where}"
-        for name, kept in zip(self.names, entries, strict=True):
-            if not _same_bits(self.cache.tensors[name][row, :, at : at + real], kept[:, at : at + real]):
-                return f"KV entries differ {where}"
+        if not _same_bits(self.cache.read(row, at, at + real), entries[:, :, at : at + real]):
+            return f"KV entries differ {where}"
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from dataclasses import asdict
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -12,11 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from .boxcache import cpu_identity, cpu_name
-from .bundle import Bundle, file_sha256
+from .box import Box
+from .bundle import file_sha256
 from .errors import ParameterError
 from .manifest import EngineEntry, Strict
-from .ort.library import onnxruntime
 from .request import Request
 from .sampling import SamplingParams
 
@@ -31,13 +31,14 @@ class Conditions(Strict):
 
     kvrelay: str
     backend: str  # library and version
-    provider: str
-    device: str  # the CPU's name
-    device_id: str  # digest of its model and instruction sets
+    provider: str  # of ONNX Runtime, in order of preference; the backend's name for others
+    libraries: str = ""  # CUDA's library and driver
+    device: str  # name of the CPU or the GPU
+    device_id: str  # digest of its model, and of a CPU's instruction sets
     threads: int
     manifest_sha256: str
     precision: str
-    engines: dict[str, str]  # SHA-256 of each engine that may have committed, by name
+    engines: dict[str, str]  # SHA-256 of each engine that may have committed, of its plan on TensorRT, by name
     windows: str  # "sliding", or "aligned to N in GxN": then at absolute multiples of N, in that shape alone
 
     def differences(self, other: Conditions) -> dict[str, tuple[Any, Any]]:
@@ -98,18 +99,15 @@ def output_digest(token_ids: list[int], scores: list[float]) -> str:
     return hashlib.sha256(struct.pack(f"<{count}q{count}d", *token_ids, *scores)).hexdigest()
 
 
-def conditions_of(bundle: Bundle, precision: str, threads: int, engines: list[EngineEntry], windows: str) -> Conditions:
+def conditions_of(box: Box, precision: str, engines: list[EngineEntry], windows: str) -> Conditions:
     """Return the conditions on this box."""
     return Conditions(
         kvrelay=version("kvrelay"),
-        backend=f"onnxruntime {onnxruntime().__version__}",
-        provider="CPUExecutionProvider",
-        device=cpu_name(),
-        device_id=cpu_identity(),
-        threads=threads,
-        manifest_sha256=file_sha256(bundle.path / "manifest.json"),
+        **asdict(box.identity),
+        threads=box.threads,
+        manifest_sha256=file_sha256(box.bundle.path / "manifest.json"),
         precision=precision,
-        engines={e.name: e.file.sha256 for e in sorted(engines, key=lambda e: e.name)},
+        engines={e.name: box.sha256(e) for e in sorted(engines, key=lambda e: e.name)},
         windows=windows,
     )
 

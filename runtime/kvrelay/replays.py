@@ -5,19 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from .batch_target import BatchTarget, Feed
 from .commits import Commits
 from .errors import EngineError
 from .faults import Injector
+from .logits import LogitRow
 from .slots import Row, Slots
 from .stats import EngineStats
 
 __all__ = ["Replays"]
-
-Logits = npt.NDArray[np.float32]
 
 
 class Replays:
@@ -112,7 +108,7 @@ class Replays:
             start -= start % self._target.window
         return [*request.tokens[start:], *candidates], start
 
-    def _commit_window(self, row: Row, tokens: Sequence[int], start: int, logits: Logits) -> None:
+    def _commit_window(self, row: Row, tokens: Sequence[int], start: int, logits: Sequence[LogitRow]) -> None:
         request = row.request
         for candidate in row.candidates:
             request.sampler.forget(candidate)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .sampling import Sampler, log_probability
+from .logits import LogitRow
+from .sampling import Sampler
+from .scores import log_probability, top_log_probability
 from .stats import Stats
 from .text import TextStream
 
@@ -49,16 +51,23 @@ class Request:
         """Tokens that may still be committed."""
         return self.limit - len(self.tokens)
 
-    def decide(self, logits: np.ndarray) -> int:
-        """Return the next token by the target's float32 ``logits`` ``[V]`` and commit it with its score."""
-        token = self.sampler.pick(logits, len(self.tokens))
-        if self._scratch is None:
-            self._scratch = np.empty(self.sampler.vocab_size, np.float32)
-        score = log_probability(logits[: self.sampler.vocab_size], token, self._scratch)
+    def decide(self, logits: LogitRow) -> int:
+        """Return the next token by the target's ``logits`` and commit it with its score."""
+        token = self.sampler.choose(logits, len(self.tokens))
+        score = self._score(logits, token)
         self.tokens.append(token)
         self.scores.append(score)
         self.sampler.observe(token)
         return token
+
+    def _score(self, logits: LogitRow, token: int) -> float:
+        """Return the log-probability of ``token``; a device that sums up its rows decides it with and without them."""
+        vocab = self.sampler.vocab_size
+        if (top := logits.top) is not None:
+            return top_log_probability(logits, top, token, vocab)
+        if self._scratch is None:
+            self._scratch = np.empty(vocab, np.float32)
+        return log_probability(logits.whole[:vocab], token, self._scratch)
 
     def advance_text(self) -> str:
         """Take the last committed token into the text, end the request if it is the last, return the new text."""

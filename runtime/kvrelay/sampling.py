@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import EngineError, ParameterError
+from .noise import gumbel, noise_bits
 
-__all__ = ["Sampler", "SamplingParams", "gumbel", "log_probability"]
+if TYPE_CHECKING:
+    from .logits import LogitRow, TopRow
+
+__all__ = ["Sampler", "SamplingParams"]
 
 Row = npt.NDArray[np.float32]
 
@@ -97,6 +101,8 @@ class Sampler:
         self.vocab_size = vocab_size
         self._ids = _all_ids(vocab_size)
         self._penalised = params.penalised
+        # Tokens that can be chosen, if so many of the most likely ones decide alone; 0 where they do not.
+        self._most = 0 if self._penalised else 1 if params.temperature == 0 else params.top_k
         if self._penalised:
             self._prompt = np.zeros(vocab_size, bool)
             self._prompt[prompt] = True
@@ -132,11 +138,51 @@ class Sampler:
             return leader
         if not self.params.filtered:
             return self._pick_any(row, top, position)
+        return self._draw(self._scaled(row, top), self._ids, position)
+
+    def choose(self, logits: LogitRow, position: int) -> int:
+        """Return the token at ``position``, from the row's largest logits alone where they decide it.
+
+        Raises:
+            EngineError: the logits are not numbers.
+        """
+        if self._most > 0 and (top := logits.top) is not None and len(top.values) > self._most:
+            token = self._pick_top(top, position)
+            if token is not None:
+                return token
+        return self.pick(logits.whole, position)
+
+    def _pick_top(self, top: TopRow, position: int) -> int | None:
+        """Return what :meth:`pick` would choose from the whole row, None if the largest logits cannot tell.
+
+        Values above the least one are all here, with every tie of theirs; of the least one, ties may be missing.
+        """
+        least = top.values.min()
+        # A NaN or infinity anywhere in the row reaches its sum, and nothing else here need show it.
+        if not math.isfinite(top.log_sum) or not math.isfinite(least):
+            return None
+        known = np.flatnonzero(top.ids < self.vocab_size)
+        known = known[np.argsort(top.ids[known])]  # ascending ids: the lower one wins a tie
+        ids, row = top.ids[known].astype(np.uint32), top.values[known]
+        leader = row.max(initial=least)
+        if leader == least:
+            return None
+        if self.params.temperature == 0:
+            return int(ids[row.argmax()])
+        scaled = self._scaled(np.append(row, least), float(leader))
+        if np.count_nonzero(scaled > scaled[-1]) < self._most:
+            return None
+        return self._draw(scaled[:-1], ids, position)
+
+    def _scaled(self, row: Row, top: float) -> npt.NDArray[np.float64]:
         with np.errstate(over="ignore"):  # a tiny temperature leaves the leader alone
-            scaled = (row.astype(np.float64) - top) / self.params.temperature
+            return (row.astype(np.float64) - top) / self.params.temperature
+
+    def _draw(self, scaled: npt.NDArray[np.float64], ids: npt.NDArray[np.uint32], position: int) -> int:
+        """Filter, then Gumbel-max; ``ids`` are those of ``scaled``, ascending."""
         kept = self._filter(scaled)
-        noise = gumbel(self.seed, position, kept.astype(np.uint32))
-        return int(kept[int((scaled[kept] + noise).argmax())])
+        noise = gumbel(self.seed, position, ids[kept])
+        return int(ids[kept[int((scaled[kept] + noise).argmax())]])
 
     def _penalise(self, row: Row) -> Row:
         p = self.params
@@ -153,14 +199,14 @@ class Sampler:
         """Return the ids that the filters keep, in ascending order."""
         p = self.params
         kept: npt.NDArray[np.int64] | None = None
-        if 0 < p.top_k < self.vocab_size:
+        if 0 < p.top_k < len(scaled):
             kept = _most_likely(scaled, int(p.top_k))
         if p.top_p < 1:
             kept = _nucleus(scaled, kept, p.top_p)
         if p.min_p > 0:
             enough = scaled >= math.log(p.min_p)
             kept = np.flatnonzero(enough) if kept is None else kept[enough[kept]]
-        return np.arange(self.vocab_size) if kept is None else kept  # top_k over the vocabulary keeps all
+        return np.arange(len(scaled)) if kept is None else kept  # top_k over the vocabulary keeps all
 
     def _pick_any(self, row: Row, top: float, position: int) -> int:
         """Gumbel-max over the whole vocabulary, with noise only for tokens that can still win."""
@@ -170,7 +216,7 @@ class Sampler:
         winner, score = self._best(row, top, position, near)
         # A token below needs noise above score + _NEAR, that is u > exp(-exp(-(score + _NEAR))): few have that.
         threshold = math.exp(-math.exp(-(score + _NEAR))) * 2.0**32 - 2.0
-        bits = _hash(self.seed, position, self._ids)
+        bits = noise_bits(self.seed, position, self._ids)
         far = np.flatnonzero(bits > np.uint32(min(max(threshold, 0.0), 2.0**32 - 1)))
         if len(far):
             other, other_score = self._best(row, top, position, far)
@@ -214,54 +260,3 @@ def _nucleus(scaled: npt.NDArray[np.float64], kept: npt.NDArray[np.int64] | None
         if reached.any():
             return ids[np.sort(order[: int(reached.argmax()) + 1])]
     return ids
-
-
-def gumbel(seed: int, position: int, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
-    """Return the noise of ``ids`` at ``position``: standard Gumbel, a pure function of its arguments."""
-    return _noise(_hash(seed, position, ids))
-
-
-def _noise(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
-    uniform = (bits.astype(np.float64) + 0.5) / 2.0**32  # in the open interval (0, 1)
-    return -np.log(-np.log(uniform))
-
-
-def _hash(seed: int, position: int, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """32-bit hash of (seed, position, id): two rounds of the MurmurHash3 finaliser around a SplitMix64 key."""
-    key = _splitmix(_splitmix(seed) ^ position)
-    x = ids * np.uint32(0x9E3779B1) + np.uint32(key & 0xFFFFFFFF)
-    for add in (key >> 32, 0):
-        x ^= x >> np.uint32(16)
-        x *= np.uint32(0x85EBCA6B)
-        x ^= x >> np.uint32(13)
-        x *= np.uint32(0xC2B2AE35)
-        x ^= x >> np.uint32(16)
-        x += np.uint32(add)
-    return x
-
-
-def _splitmix(x: int) -> int:
-    mask = (1 << 64) - 1
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-    return x ^ (x >> 31)
-
-
-def log_probability(logits: Row, token: int, scratch: Row) -> float:
-    """Return the float32 log-probability of ``token`` before any filter.
-
-    Args:
-        logits: float32 ``[V]`` without the padded tail.
-        scratch: float32 ``[V]``; computing there makes the result independent of where ``logits`` lies.
-
-    Raises:
-        EngineError: the logits are not numbers.
-    """
-    top = logits.max()
-    np.subtract(logits, top, out=scratch)
-    np.exp(scratch, out=scratch)
-    score = np.float32(logits[token] - top - np.log(scratch.sum()))
-    if not np.isfinite(score):
-        raise EngineError(f"the log-probability of token {token} is {score}: the logits are not finite")
-    return float(score)

@@ -150,6 +150,7 @@ class Scheduler:
         if rows:
             self._advance(rows)
         self.stats.kv_bytes_moved = self._slots.bytes_moved
+        self.stats.kv_bytes_copied = self._target.kv_bytes_copied
         self.stats.seconds += time.perf_counter() - started
         return True
 

@@ -12,7 +12,7 @@ from typing import Any
 from .batch_drafters import BatchDrafter, BatchEngineDrafter, BatchLookup
 from .batch_drafting import Drafting
 from .batch_target import BatchTarget
-from .box import Box
+from .box import Box, boxes
 from .bundle import open_bundle
 from .drafts import acceptance_prior, check_draft, draft_cache, draft_entry
 from .errors import ParameterError
@@ -20,6 +20,7 @@ from .faults import Faults, Injector
 from .handle import Handle
 from .intake import Intake, check_flag, is_whole, one_of
 from .kv import KVCache, kv_bytes
+from .place import draft_place_of, place_of
 from .receipt import Conditions, conditions_of, receipt_of
 from .request import Request
 from .scheduler import Scheduler
@@ -48,6 +49,10 @@ class Engine:
         in_class: deterministic requests decode with the batch in a shape of the verifier's class (True, refused where
             there is none), are replayed window by window (False), or whichever costs less now (None).
         faults: faults to inject, for testing.
+        backend: "onnxruntime", "tensorrt" or "tensorrt-rtx". This and the next three: see :class:`kvrelay.Pipeline`.
+        provider: see there.
+        draft_backend: see there.
+        draft_provider: see there.
         progress: told what takes long on first use; may use what is open, but open nothing.
 
     Raises:
@@ -66,6 +71,10 @@ class Engine:
         group: int = 4,
         in_class: bool | None = None,
         faults: Faults | None = None,
+        backend: str = "onnxruntime",
+        provider: str | None = None,
+        draft_backend: str | None = None,
+        draft_provider: str | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("window", window), ("group", group)):
@@ -73,6 +82,8 @@ class Engine:
                 raise ParameterError(f"{name}={value!r}: a whole number of at least 1")
         if in_class is not None:
             check_flag("in_class", in_class)
+        place = place_of(backend, provider)
+        draft_place = draft_place_of(place, draft_backend, draft_provider)
         self._bundle = open_bundle(bundle)
         self._folder = str(self._bundle.path.resolve())  # now: the process may change its working directory
         self.precision = one_of("precision", precision, self._bundle.precisions())
@@ -80,11 +91,11 @@ class Engine:
         self.drafts = check_draft(self._bundle, self.precision, draft)
         self.draft = draft
         self._intake = Intake(self._bundle)
-        box = Box(self._bundle, threads, progress)
+        box, draft_box = boxes(self._bundle, threads, progress, place, draft_place, self.max_batch)
         self.threads = box.threads
-        model = self._bundle.target
-        injector = Injector(faults or Faults(), model.vocab_size)
-        cache = KVCache(model, range(model.layers), slots=max(self.max_batch, self.group))
+        injector = Injector(faults or Faults(), self._bundle.target.vocab_size)
+        (decode,) = self._bundle.engines(role="decode", precision=self.precision)
+        cache = box.cache(decode, max(self.max_batch, self.group))
         self.kv_bytes = cache.bytes
         self._target = BatchTarget(
             box,
@@ -98,13 +109,12 @@ class Engine:
         )
         if in_class:
             self._target.require_class_steps(self.max_batch)
-        drafters = [self._drafter(name, box, cache, injector) for name in self._wanted_drafts()]
+        drafters = [self._drafter(name, draft_box, cache, injector) for name in self._wanted_drafts()]
         drafting = Drafting(drafters, partial(acceptance_prior, self._bundle, self.precision))
         slots = Slots(cache.slots, self.max_batch, _swapper([cache.swap, *(d.swap for d in drafters)]))
         self._conditions = conditions_of(
-            self._bundle,
+            box,
             self.precision,
-            self.threads,
             self._target.committing_engines(),
             self._target.windows,
         )
@@ -168,7 +178,7 @@ class Engine:
         }
         request = self._checked(prompt, deterministic, {**options, "seed": seed})
         model = self._bundle.target
-        request.stats.kv_bytes = kv_bytes(model, model.layers, 4, model.capacity)
+        request.stats.kv_bytes = kv_bytes(model, model.layers, self._target.cache.dtype.itemsize, model.capacity)
         receipt = None
         if deterministic:
             request.stats.policy = self._target.describe()
@@ -237,11 +247,12 @@ class Engine:
             return BatchLookup()
         entry = draft_entry(self._bundle, self.precision, name)
         own_model = entry.model != self._bundle.manifest.target
-        own, hand_over = draft_cache(self._bundle, entry, cache)
+        engine = box.engine(entry)
+        own, hand_over = draft_cache(self._bundle, entry, cache, engine.memory)
         if own is not cache:
             self.kv_bytes += own.bytes
-        ms = self._target.step_costs(entry)
-        return BatchEngineDrafter(name, box.engine(entry), own, ms, injector, own_model=own_model, hand_over=hand_over)
+        ms = self._target.step_costs(entry, box)
+        return BatchEngineDrafter(name, engine, own, ms, injector, own_model=own_model, hand_over=hand_over)
 
 
 def _swapper(swaps: Sequence[Callable[[int, int, int], int]]) -> Callable[[int, int, int], int]:

@@ -32,7 +32,7 @@ class Stats:
     ttft: float = 0.0  # seconds from the call to the first token
     decode_seconds: float = 0.0  # seconds from the first token to the last
     kv_bytes: int = 0  # KV bytes the request's slot holds
-    kv_bytes_copied: int = 0  # KV bytes moved between caches that cannot share memory
+    kv_bytes_copied: int = 0  # KV bytes moved between caches that cannot share memory, or written by the backend
     plain_ms: float = 0.0  # stored cost of a plain step on this box
     stored_verify_ms: float = 0.0  # stored costs of the target passes made, summed
     policy: str = ""  # what the choice of drafts came to
@@ -112,6 +112,7 @@ class EngineStats:
     accepted: int = 0  # of those, the ones that matched
     draft_failures: int = 0  # passes that went without a draft because its engine failed
     kv_bytes_moved: int = 0  # KV bytes written when rows moved to another slot
+    kv_bytes_copied: int = 0  # KV bytes that the backend wrote for the target's engines (dialect `decomposed`)
     seconds: float = 0.0  # in the loop while there was work
     prefill_seconds: float = 0.0
     step_seconds: float = 0.0

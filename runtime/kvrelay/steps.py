@@ -6,21 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from .batch_drafting import Drafting
 from .batch_target import BatchTarget, Feed
 from .commits import Commits
 from .errors import EngineError
+from .logits import LogitRow
 from .replays import Replays
 from .shapes import Shape
 from .slots import Row
 from .stats import EngineStats
 
 __all__ = ["Step", "Steps"]
-
-Logits = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +112,7 @@ class Steps:
         for index, (row, drafted) in enumerate(zip(rows, step.drafted, strict=True)):
             if row.deterministic and not step.commits:
                 row.request.stats.draft_seconds += seconds
-                self._extend(row, logits[index, 0])
+                self._extend(row, logits[index][0])
             else:
                 row.request.stats.verify_seconds += seconds
                 self._commit_step(row, drafted, logits[index], canonical=canonical)
@@ -132,19 +128,19 @@ class Steps:
             return None
         return Step(plain or target.plain_step(1), step.commits, [[]])
 
-    def _commit_step(self, row: Row, drafted: list[int], logits: Logits, *, canonical: bool) -> None:
+    def _commit_step(self, row: Row, drafted: list[int], logits: Sequence[LogitRow], *, canonical: bool) -> None:
         length = len(row.request.tokens)
         counted = self._commits.commit(row, drafted, logits, canonical=canonical, replayed=False)
         if counted is not None and row.active:
             self._drafting.learn(row, drafted, *counted, row.request.tokens[length:])
 
-    def _extend(self, row: Row, logits: Logits) -> None:
+    def _extend(self, row: Row, logits: LogitRow) -> None:
         """Take a candidate of a deterministic row from the fast path."""
         request = row.request
         if self._replays.is_due(row):
             return  # it rode along as a pad
         try:
-            token = request.sampler.pick(logits, len(request.tokens) + len(row.candidates))
+            token = request.sampler.choose(logits, len(request.tokens) + len(row.candidates))
         except EngineError as error:
             self._commits.fail(row, error)
             return

@@ -23,7 +23,7 @@ class Processes:
     repeated: bool  # the same pass twice, in every process
     prefix_kept: bool  # a prompt continued from its middle, in every process
     process_changes: list[str]  # what has other bits in a second process
-    other_threads: int
+    other_threads: int  # 0 where the backend has no thread pool
     threads_change: list[str]  # what has other bits on that many threads
 
 
@@ -70,7 +70,9 @@ def survey(box: Box, precision: str, max_batch: int, *, again: bool, progress: P
     def read_classes(stored: list[list[str]]) -> list[list[str]]:
         return [[str(name) for name in names] for names in stored]
 
-    classes = box.findings.remembered("classes", precision, _key(shapes.all), find_classes, read_classes, again=again)
+    classes = box.findings.remembered(
+        "classes", precision, _key(box, shapes.all), find_classes, read_classes, again=again
+    )
     singles = [e for e in box.bundle.engines(role="verify", precision=precision) if e.batch == 1]
     return Survey(
         precision=precision,
@@ -90,13 +92,14 @@ def survey(box: Box, precision: str, max_batch: int, *, again: bool, progress: P
 
 def _processes(box: Box, precision: str, promise: Promise, again: bool, progress: Progress) -> Processes:
     names = [s.name for s in promise.committing]
-    other_threads = 2 if box.threads == 1 else 1
+    pooled = box.place.backend == "onnxruntime"
+    other_threads = 0 if not pooled else 2 if box.threads == 1 else 1
 
     def find() -> dict[str, object]:
         progress(f"fingerprints of the {precision} engines in this process and two others")
         here = fingerprint(box, precision, promise.committing)
-        again_here = fingerprint_elsewhere(box.bundle.path, precision, box.threads, names)
-        elsewhere = fingerprint_elsewhere(box.bundle.path, precision, other_threads, names)
+        again_here = fingerprint_elsewhere(box, precision, box.threads, names)
+        elsewhere = fingerprint_elsewhere(box, precision, other_threads, names) if pooled else again_here
         every = (here, again_here, elsewhere)
         return asdict(
             Processes(
@@ -104,14 +107,14 @@ def _processes(box: Box, precision: str, promise: Promise, again: bool, progress
                 prefix_kept=all(f.prefix_kept for f in every),
                 process_changes=here.differences(again_here),
                 other_threads=other_threads,
-                threads_change=here.differences(elsewhere),
+                threads_change=here.differences(elsewhere) if pooled else [],
             )
         )
 
     return box.findings.remembered(
-        "processes", precision, _key(promise.committing), find, lambda stored: Processes(**stored), again=again
+        "processes", precision, _key(box, promise.committing), find, lambda stored: Processes(**stored), again=again
     )
 
 
-def _key(shapes: Sequence[Shape]) -> str:
-    return hashlib.sha256("\n".join(s.name for s in shapes).encode()).hexdigest()[:16]
+def _key(box: Box, shapes: Sequence[Shape]) -> str:
+    return hashlib.sha256("\n".join(map(box.key, shapes)).encode()).hexdigest()[:16]

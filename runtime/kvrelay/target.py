@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from .engine import BoundPass
 from .errors import EngineError
 from .kv import KVCache
+from .logits import LogitRow, rows_of
 
 __all__ = ["Target"]
 
-Logits = npt.NDArray[np.float32]
-
 
 class Target:
-    """Runs the target over one slot of its cache. The logits it returns are views that the next run overwrites.
+    """Runs the target over one slot of its cache. Rows of logits are those of the last run.
 
     Args:
         cache: the slot's cache.
@@ -54,15 +52,20 @@ class Target:
         """Time spent inside the target's engines so far."""
         return sum(p.seconds for p in self._passes)
 
-    def prefill(self, tokens: Sequence[int], start: int) -> Logits:
-        """Process ``tokens[start:]`` and return the logits ``[V]`` that follow the last."""
+    @property
+    def kv_bytes_copied(self) -> int:
+        """KV bytes that the backend wrote for the target's engines so far."""
+        return sum(p.kv_bytes_copied for p in self._passes)
+
+    def prefill(self, tokens: Sequence[int], start: int) -> LogitRow:
+        """Process ``tokens[start:]`` and return the logits that follow the last."""
         while True:
             start, last = self.prefill_chunk(tokens, start)
             if last is not None:
                 return last
 
-    def prefill_chunk(self, tokens: Sequence[int], start: int) -> tuple[int, Logits | None]:
-        """Process one chunk of ``tokens[start:]``; return its end and, at the last token, the logits ``[V]``."""
+    def prefill_chunk(self, tokens: Sequence[int], start: int) -> tuple[int, LogitRow | None]:
+        """Process one chunk of ``tokens[start:]``; return its end and, at the last token, the logits that follow."""
         chunk = self._prefill.input_ids.shape[1]
         left = len(tokens) - start
         bound = self._prefill
@@ -72,18 +75,18 @@ class Target:
         row = len(part) - 1
         self._run(bound, part, start, last_row=row)
         end = start + len(part)
-        return end, bound.logits[0, min(row, bound.logits.shape[1] - 1)] if end == len(tokens) else None
+        return end, LogitRow(bound, 0, min(row, bound.logit_rows.shape[1] - 1)) if end == len(tokens) else None
 
-    def step(self, token: int, length: int) -> Logits:
-        """Commit nothing but ``token``'s KV at ``length``; return the logits ``[1, V]`` that follow it."""
+    def step(self, token: int, length: int) -> list[LogitRow]:
+        """Commit nothing but ``token``'s KV at ``length``; return the one row of logits that follows it."""
         self._run(self._plain, [token], length, last_row=0)
-        return self._plain.logits[0, :1]
+        return rows_of(self._plain)[0][:1]
 
-    def replay(self, window: Sequence[int], length: int, width: int) -> Logits:
-        """Replay ``window`` at ``length`` through the verify pass of ``width``; return its logits ``[N, V]``."""
+    def replay(self, window: Sequence[int], length: int, width: int) -> list[LogitRow]:
+        """Replay ``window`` at ``length`` through the verify pass of ``width``; return a row for each token."""
         bound = self._verify[width]
         self._run(bound, window, length, last_row=0)
-        return bound.logits[0, : len(window)]
+        return rows_of(bound)[0][: len(window)]
 
     def _run(self, bound: BoundPass, part: Sequence[int], length: int, *, last_row: int) -> None:
         width, rows = bound.input_ids.shape[1], bound.logit_rows.shape[1]

@@ -35,7 +35,8 @@ def test_without_a_bundle_the_box_is_described() -> None:
         assert word in done.stdout
     report = json.loads(kvrelay("check", "--json").stdout)
     assert report["usable cores"].startswith(f"{len(os.sched_getaffinity(0))} of")
-    assert report["engines on the CPU"] == "can run"
+    assert report["engines on the CPU"] == "can run: dialects ort, standard, decomposed"
+    assert report["onnxruntime"].endswith("cpu runs")
     flags = Path("/proc/cpuinfo").read_text()
     for name, flag in (("avx2", "avx2"), ("avx512", "avx512f"), ("amx", "amx_tile")):
         has = report["instruction sets"].partition("not ")[0]
@@ -64,9 +65,10 @@ def test_the_box_is_described_where_nothing_is_installed_and_tools_fail(tmp_path
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert "kvrelay[cpu]" in report["onnxruntime"]
-    assert report["engines on the CPU"] == "cannot run"
-    assert "no driver here" in report["GPU"]
-    assert report["TensorRT"] == "not installed"
+    assert report["engines on the CPU"] == "cannot run: pip install 'kvrelay[cpu]'"
+    assert report["GPU"].startswith("none can be used") and "no driver here" in report["GPU"]
+    assert report["TensorRT"].startswith("not installed") and "kvrelay[tensorrt]" in report["TensorRT"]
+    assert report["engines on TensorRT"] == "cannot run: see TensorRT"
 
 
 def test_a_bundles_shapes_are_sorted_into_classes_and_processes_compared(group_bundle: Path) -> None:

@@ -67,14 +67,17 @@ class Program:
         *,
         skip: tuple[str, ...] = (),
         shape: tuple[int, int] | None = None,
+        activations: str = "float32",
     ) -> OrtEngine:
         """Lower and load an engine; the same one for the same arguments."""
-        key = (dialect, precision, skip, shape)
+        key = (dialect, precision, skip, shape, activations)
         if key not in self._engines:
-            graph = self.graph(dialect, precision, skip=skip)
+            graph = self.graph(dialect, precision, skip=skip, activations=activations)
             if shape is not None:
                 graph = fix_shape(graph, *shape, shape[1])
-            self._engines[key] = self.load(graph, precision, dialect=dialect, skip=skip, shape=shape)
+            self._engines[key] = self.load(
+                graph, precision, dialect=dialect, skip=skip, shape=shape, activations=activations
+            )
         return self._engines[key]
 
     def save(self, graph: ir.Model) -> Path:
@@ -95,6 +98,7 @@ class Program:
         dialect: str = "ort",
         skip: Sequence[str] = (),
         shape: tuple[int, int] | None = None,
+        activations: str = "float32",
     ) -> EngineEntry:
         batch, width = shape or (None, None)
         dropped = {int(s.split(".")[1]) for s in skip if s.startswith("attention")}
@@ -108,6 +112,8 @@ class Program:
             batch=batch,
             sequence=width,
             rows=width,
+            activations=activations,  # type: ignore[arg-type]
+            kv_dtype=activations,  # type: ignore[arg-type]
             kv_layers=[i for i in range(self.entry.layers) if i not in dropped],
         )
 

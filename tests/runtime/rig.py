@@ -154,10 +154,12 @@ class Solo:
         """Logits ``[T, V]`` behind each of ``tokens``, in the verifier's shape class."""
         target = self.pipe._lanes.free[0].target
         width = target.windows[-1]
-        rows = [target.replay(tokens[i : i + width], i, width).copy() for i in range(0, len(tokens), width)]
+        rows = []
+        for i in range(0, len(tokens), width):
+            rows += [row.whole.copy() for row in target.replay(tokens[i : i + width], i, width)]
         for lane in self.pipe._lanes.free:
             lane.tokens = []  # its entries were written over
-        return np.concatenate(rows)
+        return np.stack(rows)
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:

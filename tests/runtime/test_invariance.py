@@ -280,7 +280,7 @@ def test_a_fingerprint_is_the_same_in_another_process_and_tells_what_changed(box
     here = fingerprint(box, "fp32", some)
     assert set(here.sha256) == {*(s.name for s in some), PREFIX}
     assert here.repeated and here.prefix_kept
-    elsewhere = fingerprint_elsewhere(box.bundle.path, "fp32", box.threads, [s.name for s in some])
+    elsewhere = fingerprint_elsewhere(box, "fp32", box.threads, [s.name for s in some])
     assert here == elsewhere
 
     def slight(bound: Any, _cache: KVCache) -> None:
@@ -316,7 +316,7 @@ def test_a_prompt_continued_from_its_middle_in_another_class_is_noticed(box: Box
 def test_fingerprints_of_other_logit_rows_are_told_apart(box: Box, shapes: TargetShapes) -> None:
     one = shapes.doubled[2]
     some = [shapes.prefill, one, box.shape(one.engine.entry, 2, 2, 2)]
-    elsewhere = fingerprint_elsewhere(box.bundle.path, "fp32", box.threads, [s.name for s in some])
+    elsewhere = fingerprint_elsewhere(box, "fp32", box.threads, [s.name for s in some])
     assert elsewhere == fingerprint(box, "fp32", some)
     assert elsewhere.sha256[some[1].name] != elsewhere.sha256[some[2].name]
 
@@ -324,7 +324,7 @@ def test_fingerprints_of_other_logit_rows_are_told_apart(box: Box, shapes: Targe
 @pytest.mark.parametrize("name", ["fp32-nothing@1x1", "fp32-decode@1x0", "fp32-decode@1x2r1", "fp32-verify-1x8@1x4"])
 def test_a_process_that_fails_says_why(box: Box, name: str) -> None:
     with pytest.raises(EngineError, match=r"a process that checks fp32 on 1 thread\(s\) failed: .*no such shape"):
-        fingerprint_elsewhere(box.bundle.path, "fp32", 1, [name])
+        fingerprint_elsewhere(box, "fp32", 1, [name])
 
 
 def test_a_survey_reports_what_other_processes_changed(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvrelay import EngineError, MemoryBudgetError, Pipeline
 from kvrelay.drafts import draft_entry
 from kvrelay.kv import HandOver, KVCache, kv_bytes
-from kvrelay.ort.engine import OrtPass
+from kvrelay.ort.passes import OrtPass
 from rig import PROMPT, assert_same, decode_entry, plain, target_cache
 
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kvrelay import EngineError
-from kvrelay.sampling import Sampler, SamplingParams, gumbel, log_probability
+from kvrelay.noise import gumbel
+from kvrelay.sampling import Sampler, SamplingParams
+from kvrelay.scores import log_probability
 
 DRAWS = 20_000
 # Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.

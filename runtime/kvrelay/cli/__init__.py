@@ -1,4 +1,4 @@
-"""The command line: ``kvrelay export | run | chat | batch | replay | check | inspect | bench``."""
+"""The command line: ``kvrelay export | build | run | chat | batch | replay | check | inspect | bench``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from ..errors import KvrelayError
 from .batch import batch
 from .bench import bench
+from .build import build
 from .chat import chat
 from .check import check
 from .inspect import inspect
@@ -47,6 +48,7 @@ def _export(context: typer.Context) -> None:
         ) from None
 
 
+app.command()(build)
 app.command()(run)
 app.command()(chat)
 app.command()(batch)

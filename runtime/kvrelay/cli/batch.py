@@ -36,6 +36,10 @@ def batch(
     max_batch: o.MaxBatch = 8,
     precision: o.Precision = None,
     threads: o.Threads = None,
+    backend: o.Backend = "onnxruntime",
+    provider: o.Provider = None,
+    draft_backend: o.DraftBackend = None,
+    draft_provider: o.DraftProvider = None,
     draft: o.Draft = "none",
     window: Annotated[int, typer.Option(help="Most tokens of a replayed window.")] = 16,
     group: Annotated[int, typer.Option(help="Most windows of one replay.")] = 4,
@@ -70,6 +74,10 @@ def batch(
                 draft=draft,
                 window=window,
                 group=group,
+                backend=backend,
+                provider=provider,
+                draft_backend=draft_backend,
+                draft_provider=draft_provider,
                 progress=progress,
             )
         with engine:

@@ -75,6 +75,10 @@ def bench(
     window: o.Window = None,
     threads: o.Threads = None,
     exact: o.Exact = True,
+    backend: o.Backend = "onnxruntime",
+    provider: o.Provider = None,
+    draft_backend: o.DraftBackend = None,
+    draft_provider: o.DraftProvider = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Add each draft at temperature 0.8.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -91,7 +95,14 @@ def bench(
     texts = load_prompts(prompts)
     if not texts:
         raise ParameterError(f"--prompts {prompts}: at least one prompt")
-    settings: dict[str, Any] = {"precision": precision, "threads": threads}
+    settings: dict[str, Any] = {
+        "precision": precision,
+        "threads": threads,
+        "backend": backend,
+        "provider": provider,
+        "draft_backend": draft_backend,
+        "draft_provider": draft_provider,
+    }
     first = o.open_pipeline(bundle, console, draft="none", window=None, exact=True, **settings)
     names = [d for d in first.drafts if d != "none"] + ["auto"] if drafts is None else drafts.split(",")
     cases = [_Case("none", "none", True), _Case("none, not exact", "none", False)]

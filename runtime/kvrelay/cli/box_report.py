@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..boxcache import cpu_name
-from ..errors import BackendMissingError
-from ..ort.library import onnxruntime
+from .gpu_report import gpu_report, jetson
 
 __all__ = ["box_report"]
 
@@ -31,18 +27,15 @@ _EXPORT_NEEDS = ("torch", "transformers", "accelerate", "optimum", "onnx", "onnx
 
 def box_report() -> dict[str, str]:
     """Return facts about this box by name, in words."""
-    providers = _providers()
+    platform_name = jetson()
     return {
         "CPU": cpu_name(),
         "usable cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": _memory(),
         "instruction sets": _instruction_sets(),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "onnxruntime": providers,
-        "GPU": _gpu(),
-        "TensorRT": _tensorrt(),
-        "engines on the CPU": "can run" if "CPUExecutionProvider" in providers else "cannot run",
-        "engines on a GPU, TensorRT": "cannot run: not in this version",
+        **({"platform": platform_name} if platform_name is not None else {}),
+        **gpu_report(),
         "kvrelay export": _export(),
     }
 
@@ -70,38 +63,6 @@ def _instruction_sets() -> str:
     has = [name for name, wanted in sets.items() if flags & set(wanted)]
     lacks = [name for name in sets if name not in has]
     return "; ".join([", ".join(has) or "none of note", *([f"not {', '.join(lacks)}"] if lacks else [])])
-
-
-def _providers() -> str:
-    try:
-        ort = onnxruntime()
-    except BackendMissingError:
-        return "not installed: pip install 'kvrelay[cpu]'"
-    return f"{ort.__version__} with {', '.join(ort.get_available_providers())}"
-
-
-def _gpu() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return "none found (no nvidia-smi)"
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"unknown: nvidia-smi failed ({error})"
-    lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
-    text = "; ".join(lines) or "nothing said"
-    return text if done.returncode == 0 else f"unknown: nvidia-smi failed ({text})"
-
-
-def _tensorrt() -> str:
-    try:
-        module = importlib.import_module("tensorrt")
-    except ModuleNotFoundError:
-        return "not installed"
-    except Exception as error:  # a library of the driver may be missing, in many ways
-        return f"cannot be imported: {error}"
-    return str(module.__version__)
 
 
 def _export() -> str:

@@ -22,6 +22,10 @@ def chat(
     precision: o.Precision = None,
     threads: o.Threads = None,
     exact: o.Exact = True,
+    backend: o.Backend = "onnxruntime",
+    provider: o.Provider = None,
+    draft_backend: o.DraftBackend = None,
+    draft_provider: o.DraftProvider = None,
     max_new_tokens: o.MaxNewTokens = 512,
     temperature: o.Temperature = 0.0,
     top_k: o.TopK = 0,
@@ -35,7 +39,17 @@ def chat(
     o.require_output()
     console = Console(stderr=True)
     pipeline = o.open_pipeline(
-        bundle, console, draft=draft, window=window, precision=precision, threads=threads, exact=exact
+        bundle,
+        console,
+        draft=draft,
+        window=window,
+        precision=precision,
+        threads=threads,
+        exact=exact,
+        backend=backend,
+        provider=provider,
+        draft_backend=draft_backend,
+        draft_provider=draft_provider,
     )
     messages = [{"role": "system", "content": system}] if system else []
     while True:

@@ -16,6 +16,7 @@ from ..box import Box
 from ..bundle import open_bundle
 from ..errors import ParameterError
 from ..intake import one_of
+from ..place import place_of
 from ..survey import Survey, survey
 from . import options as o
 from .box_report import box_report
@@ -29,6 +30,8 @@ def check(
     precision: Annotated[str | None, typer.Option(help="Target precision; default: all.")] = None,
     max_batch: o.MaxBatch = 8,
     threads: o.Threads = None,
+    backend: o.Backend = "onnxruntime",
+    provider: o.Provider = None,
     again: Annotated[bool, typer.Option("--again", help="Check anew, whatever is stored.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
@@ -53,7 +56,7 @@ def check(
     opened = open_bundle(bundle)
     names = opened.precisions() if precision is None else [one_of("precision", precision, opened.precisions())]
     with o.opening(bundle, Console(stderr=True)) as progress:
-        here = Box(opened, threads, progress)
+        here = Box(opened, threads, progress, place_of(backend, provider), max_batch)
         found = [survey(here, name, max_batch, again=again, progress=progress) for name in names]
     if as_json:
         print(json.dumps({"bundle": str(bundle), "box": box_report(), "precisions": [asdict(s) for s in found]}))
@@ -107,8 +110,9 @@ def _process_lines(s: Survey) -> list[str]:
     lines = [
         f"a second process: {same(p.process_changes)}",
         f"repeated runs: {'the same bits' if p.repeated else 'other bits'}",
-        f"{p.other_threads} thread(s) in place of {s.threads}: {same(p.threads_change)}",
     ]
+    if p.other_threads:
+        lines.append(f"{p.other_threads} thread(s) in place of {s.threads}: {same(p.threads_change)}")
     if s.windows == "sliding":  # aligned windows make no use of what a former prompt left behind
         lines.append(f"a prompt continued from a kept beginning: {'the same bits' if p.prefix_kept else 'other bits'}")
     return lines

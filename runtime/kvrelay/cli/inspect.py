@@ -44,12 +44,14 @@ def inspect(
             f"context {model.context}, source {model.source} ({model.source_sha256[:12]})",
             highlight=False,
         )
-        used = kv_bytes(model, model.layers, 4, entries)
-        held = kv_bytes(model, model.layers, 4, model.capacity)
-        console.print(
-            f"  KV float32: {used:,} bytes for {entries} tokens; a slot holds {model.capacity} entries, {held:,} bytes",
-            highlight=False,
-        )
+        for dtype in sorted({e.kv_dtype for e in manifest.engines if e.model == model.name}, reverse=True):
+            used = kv_bytes(model, model.layers, _ITEMSIZE[dtype], entries)
+            held = kv_bytes(model, model.layers, _ITEMSIZE[dtype], model.capacity)
+            console.print(
+                f"  KV {dtype}: {used:,} bytes for {entries} tokens; a slot holds {model.capacity} entries, "
+                f"{held:,} bytes",
+                highlight=False,
+            )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("engine", "role", "shape", "precision", "dialect", "draft", "graph", "sha256", "top-1", "max diff"):
         table.add_column(column, no_wrap=True)

@@ -13,10 +13,14 @@ from rich.console import Console
 
 from ..errors import ParameterError
 from ..pipeline import Pipeline
+from ..place import BACKENDS
 
 __all__ = [
+    "Backend",
     "Bundle",
     "Draft",
+    "DraftBackend",
+    "DraftProvider",
     "Exact",
     "FrequencyPenalty",
     "IgnoreEos",
@@ -25,6 +29,7 @@ __all__ = [
     "MinP",
     "Precision",
     "PresencePenalty",
+    "Provider",
     "RepetitionPenalty",
     "Seed",
     "Stop",
@@ -43,6 +48,12 @@ Draft = Annotated[str, typer.Option(help='"auto", "none", "ngram", "self", or a 
 Window = Annotated[int | None, typer.Option(help="Tokens of a verify window; default: chosen by cost.")]
 Precision = Annotated[str | None, typer.Option(help="Target precision; default: the bundle's first.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the process; default: the usable CPUs.")]
+Backend = Annotated[str, typer.Option(help=f"What runs the engines: {', '.join(BACKENDS)}.")]
+Provider = Annotated[
+    str | None, typer.Option(help='Of onnxruntime: cpu (default), cuda, tensorrt, or several: "cuda,cpu".')
+]
+DraftBackend = Annotated[str | None, typer.Option(help="What runs the draft's engine; default: as the target's.")]
+DraftProvider = Annotated[str | None, typer.Option(help="Of onnxruntime, for the draft's engine.")]
 Exact = Annotated[bool, typer.Option("--exact/--no-exact", help="Output independent of draft and window, bit for bit.")]
 MaxBatch = Annotated[int, typer.Option(help="Most requests in one pass.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of output.")]
@@ -81,11 +92,25 @@ def open_pipeline(
     precision: str | None,
     threads: int | None,
     exact: bool,
+    backend: str,
+    provider: str | None,
+    draft_backend: str | None,
+    draft_provider: str | None,
 ) -> Pipeline:
     """Open a pipeline while ``console`` shows what takes long."""
     with opening(bundle, console) as progress:
         return Pipeline(
-            bundle, draft=draft, window=window, precision=precision, threads=threads, exact=exact, progress=progress
+            bundle,
+            draft=draft,
+            window=window,
+            precision=precision,
+            threads=threads,
+            exact=exact,
+            backend=backend,
+            provider=provider,
+            draft_backend=draft_backend,
+            draft_provider=draft_provider,
+            progress=progress,
         )
 
 

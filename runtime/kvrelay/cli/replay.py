@@ -30,6 +30,8 @@ def replay(
     if not wanted.tokens:
         raise ParameterError(f"{receipt} is of a request that ended before its first token: nothing to compare")
     cut = wanted.finish_reason == "cancelled"
+    backend = wanted.conditions.backend.partition(" ")[0]
+    ort = backend == "onnxruntime"
     request = {**wanted.options, **({"max_new_tokens": wanted.tokens} if cut else {})}
     with (
         o.opening(folder, Console(stderr=True)) as progress,
@@ -37,7 +39,9 @@ def replay(
             folder,
             max_batch=1,
             precision=wanted.conditions.precision,
-            threads=wanted.conditions.threads,
+            threads=wanted.conditions.threads if ort else None,
+            backend=backend,
+            provider=wanted.conditions.provider if ort else None,
             window=wanted.window,
             group=wanted.group,
             progress=progress,

@@ -29,6 +29,10 @@ def run(
     precision: o.Precision = None,
     threads: o.Threads = None,
     exact: o.Exact = True,
+    backend: o.Backend = "onnxruntime",
+    provider: o.Provider = None,
+    draft_backend: o.DraftBackend = None,
+    draft_provider: o.DraftProvider = None,
     max_new_tokens: o.MaxNewTokens = 128,
     temperature: o.Temperature = 0.0,
     top_k: o.TopK = 0,
@@ -55,7 +59,17 @@ def run(
     if not raw:
         messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
     pipeline = o.open_pipeline(
-        bundle, console, draft=draft, window=window, precision=precision, threads=threads, exact=exact
+        bundle,
+        console,
+        draft=draft,
+        window=window,
+        precision=precision,
+        threads=threads,
+        exact=exact,
+        backend=backend,
+        provider=provider,
+        draft_backend=draft_backend,
+        draft_provider=draft_provider,
     )
     file = contextlib.nullcontext() if trace is None else json_lines_file("--trace", trace)
     with file as write_event:

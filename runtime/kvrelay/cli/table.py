@@ -64,7 +64,7 @@ def engine_table(s: EngineStats) -> Table:
         ("replays", f"{s.replays} of {s.windows} windows, group fill {share(s.group_fill)}"),
         ("rollbacks", f"{s.rollbacks}, {s.recomputed} tokens recomputed ({share(s.recomputed_share)})"),
         ("verify share", f"{share(s.verify_share)} of the time in engines"),
-        ("KV moved", f"{s.kv_bytes_moved} bytes"),
+        ("KV moved", f"{s.kv_bytes_moved} bytes, {s.kv_bytes_copied} written by the backend"),
     ):
         table.add_row(name, value)
     return table

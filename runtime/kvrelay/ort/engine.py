@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import contract
 from ..errors import EngineError
-from ..kv import KVCache, aligned_zeros
+from ..kv import KVCache, Memory
 from ..manifest import EngineEntry
 from .library import onnxruntime
-from .threads import first_line, load_session
+from .passes import HostPass, PassShape
+from .providers import check_assignment
+from .threads import load_session
 
-__all__ = ["OrtEngine", "OrtPass"]
+if TYPE_CHECKING:
+    from .gpu import GpuPass, OrtGpu
 
-
-class OrtPass:
-    """A binding of one engine to one run of slots (see :class:`kvrelay.engine.BoundPass`)."""
-
-    def __init__(self, session: Any, binding: Any, arrays: dict[str, npt.NDArray[Any]], cache: KVCache, name: str):
-        self._session = session
-        self._binding = binding
-        self._cache = cache  # the addresses below are this cache's: keep it alive
-        self._name = name
-        self.input_ids = arrays[contract.INPUT_IDS]
-        self.write_index = arrays[contract.WRITE_INDEX]
-        self.logit_rows = arrays[contract.LOGIT_ROWS]
-        self.logits = arrays[contract.LOGITS]
-        self.seconds = 0.0
-        self.runs = 0
-
-    def run(self) -> None:
-        """Run the engine once over the bound memory."""
-        start = time.perf_counter()
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # onnxruntime raises classes of its own, without a common base
-            raise EngineError(f"engine {self._name} failed: {first_line(error)}") from error
-        self.seconds += time.perf_counter() - start
-        self.runs += 1
+__all__ = ["OrtEngine"]
 
 
 class OrtEngine:
@@ -52,18 +30,27 @@ class OrtEngine:
         entry: its manifest entry.
         file: the ONNX file, or its prepared form.
         prepared: the file is already optimised.
+        gpu: the GPU that it runs on, None for the CPU.
 
     Raises:
-        EngineError: ONNX Runtime refuses the file, or its shapes are not those of the manifest.
+        EngineError: ONNX Runtime refuses the file, its shapes are not those of the manifest, or it would not run on
+            ``gpu``.
     """
 
-    def __init__(self, entry: EngineEntry, file: Path, *, prepared: bool) -> None:
+    def __init__(self, entry: EngineEntry, file: Path, *, prepared: bool, gpu: OrtGpu | None = None) -> None:
         ort = onnxruntime()
         options = ort.SessionOptions()
-        if prepared:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self._session = load_session(file, options)
         self.entry = entry
+        self._gpu = gpu
+        self.memory: Memory = "host" if gpu is None else "cuda"
+        self.captured = False  # passes run as CUDA graphs
+        if gpu is not None:
+            self._session, self.captured = gpu.load(entry, file, options)
+            check_assignment(self._session, gpu.providers, entry.name)
+        else:
+            if prepared:
+                options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            self._session = load_session(file, options)
         self._vocab = self._check_contract()
 
     def _check_contract(self) -> int:
@@ -72,7 +59,7 @@ class OrtEngine:
         outputs = {o.name: o.shape for o in self._session.get_outputs()}
         for kind, found, wanted in (
             ("inputs", inputs, contract.input_names(entry.kv_layers)),
-            ("outputs", outputs, contract.output_names(entry.kv_layers)),
+            ("outputs", outputs, contract.output_names(entry.kv_layers, entry.dialect)),
         ):
             if set(found) != set(wanted):
                 odd = sorted(set(found) ^ set(wanted))
@@ -87,14 +74,6 @@ class OrtEngine:
                     )
         return int(outputs[contract.LOGITS][2])
 
-    def _logits(self, shape: tuple[int, int, int], memory: npt.NDArray[np.float32] | None) -> npt.NDArray[Any]:
-        size = int(np.prod(shape))
-        if memory is None:
-            return aligned_zeros(shape, np.float32)
-        if memory.size < size:
-            raise EngineError(f"engine {self.entry.name}: logits of {shape} do not fit into {memory.size} floats")
-        return memory[:size].reshape(shape)
-
     def bind(
         self,
         cache: KVCache,
@@ -104,7 +83,7 @@ class OrtEngine:
         slot: int = 0,
         batch: int = 1,
         logits: npt.NDArray[np.float32] | None = None,
-    ) -> OrtPass:
+    ) -> HostPass | GpuPass:
         """Bind ``batch`` neighbouring slots from ``slot`` on (see :class:`kvrelay.engine.LoadedEngine`)."""
         entry = self.entry
         fixed = (entry.batch, entry.sequence, entry.rows)
@@ -116,22 +95,14 @@ class OrtEngine:
                 f"engine {entry.name} wants a {entry.kv_dtype} cache of layers {entry.kv_layers}, "
                 f"got {cache.dtype.name} and {list(cache.layers)}"
             )
+        if cache.memory != self.memory:
+            raise EngineError(f"engine {entry.name} runs on {self.memory} memory, its cache lies in {cache.memory}")
         if not 0 <= slot <= cache.slots - batch:
             raise EngineError(f"slots {slot}..{slot + batch - 1} lie outside a cache of {cache.slots}")
-        arrays: dict[str, npt.NDArray[Any]] = {
-            contract.INPUT_IDS: aligned_zeros((batch, width), np.int64),
-            contract.WRITE_INDEX: aligned_zeros((batch,), np.int64),
-            contract.LOGIT_ROWS: aligned_zeros((batch, rows), np.int64),
-            contract.LOGITS: self._logits((batch, rows, self._vocab), logits),
-        }
-        binding = self._session.io_binding()
-        for name, array in arrays.items():
-            bind = binding.bind_output if name == contract.LOGITS else binding.bind_input
-            bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        shape = (batch, *next(iter(cache.tensors.values())).shape[1:]) if cache.tensors else ()
-        names = zip(contract.past_names(entry.kv_layers), contract.present_names(entry.kv_layers), strict=True)
-        for past, present in names:
-            address = cache.address(past, slot)
-            binding.bind_input(past, "cpu", 0, cache.dtype.type, shape, address)
-            binding.bind_output(present, "cpu", 0, cache.dtype.type, shape, address)
-        return OrtPass(self._session, binding, arrays, cache, entry.name)
+        size = batch * rows * self._vocab
+        if logits is not None and logits.size < size:
+            raise EngineError(f"engine {entry.name}: {size} logits do not fit into {logits.size} floats")
+        shape = PassShape(batch, width, rows, self._vocab, slot)
+        if self._gpu is None:
+            return HostPass(self._session, entry, cache, shape, logits)
+        return self._gpu.bind(self._session, entry, cache, shape)

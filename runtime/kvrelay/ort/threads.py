@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,13 @@ def use_threads(threads: int | None) -> int:
         return _threads
 
 
-def load_session(file: Path, options: Any) -> Any:
-    """Return a session on the shared pool and the CPU.
+def load_session(file: Path | bytes, options: Any, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Any:
+    """Return a session on the shared pool.
+
+    Args:
+        file: an ONNX file, or its content.
+        options: session options, completed here.
+        providers: ONNX Runtime's names or (name, options), in order of preference.
 
     Raises:
         EngineError: ONNX Runtime refuses the file.
@@ -57,14 +63,16 @@ def load_session(file: Path, options: Any) -> Any:
     options.use_per_session_threads = False
     options.log_severity_level = 3
     try:
-        return onnxruntime().InferenceSession(str(file), options, providers=["CPUExecutionProvider"], enable_fallback=0)
+        model = file if isinstance(file, bytes) else str(file)
+        return onnxruntime().InferenceSession(model, options, providers=list(providers), enable_fallback=0)
     except Exception as error:  # onnxruntime raises classes of its own, without a common base
         if "EnvCreatedWithGlobalThreadPools" in str(error):
             raise EngineError(
                 "this process made an ONNX Runtime session of its own before kvrelay: all engines share one pool, "
                 "which must come first; call kvrelay.use_threads() at the start of the program"
             ) from None
-        raise EngineError(f"ONNX Runtime refuses {file}: {first_line(error)}") from None
+        what = "a model" if isinstance(file, bytes) else file
+        raise EngineError(f"ONNX Runtime refuses {what}: {first_line(error)}") from None
 
 
 def first_line(error: Exception) -> str:
