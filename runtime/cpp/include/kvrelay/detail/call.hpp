@@ -1,0 +1,174 @@
+#pragma once
+
+#include <exception>
+#include <utility>
+
+#include "state.hpp"
+
+namespace kvrelay::detail {
+
+/// Gives the GIL away for a while, if this thread has it: a host's own Python thread may call us.
+class WithoutGil {
+ public:
+  WithoutGil() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (saved_ != nullptr) PyEval_RestoreThread(saved_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* saved_;
+};
+
+/// One stay of this thread in Python, GIL held. The host's code is never called within it.
+class Call {
+ public:
+  explicit Call(std::uint64_t made_in) : stops_(State::get().enter(made_in)), gil_(PyGILState_Ensure()) {
+    if (stops_ == State::get().stops) return;
+    // Work was stopped while this thread waited for the GIL, and so the stop did not reach it.
+    finish();
+    throw shutdown_error();
+  }
+  ~Call() { finish(); }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+ private:
+  void finish() noexcept {
+    State& state = State::get();
+    // Before the GIL goes: stop() raises an exception in threads that are inside, and must not reach this one later.
+    state.leave();
+    if (stops_ != state.stops) PyThreadState_SetAsyncExc(State::thread(), nullptr);
+    PyGILState_Release(gil_);
+    if (state.exiting && !state.ends_here()) park();
+  }
+
+  std::uint64_t stops_;
+  PyGILState_STATE gil_;
+};
+
+/// Keeps Python's record of this thread between calls: making one for each token costs more than the rest of a call.
+class Attached {
+ public:
+  Attached() {
+    State::get().refuse(any_epoch);
+    gil_ = PyGILState_Ensure();
+    saved_ = PyEval_SaveThread();
+  }
+  ~Attached() {
+    State& state = State::get();
+    if (state.exiting && !state.ends_here()) park();
+    if (state.gone) return;
+    PyEval_RestoreThread(saved_);
+    PyGILState_Release(gil_);
+  }
+  Attached(const Attached&) = delete;
+  Attached& operator=(const Attached&) = delete;
+
+ private:
+  PyGILState_STATE gil_;
+  PyThreadState* saved_;
+};
+
+/// A Python object that may be dropped on any thread and at any time.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(py::object object) : pointer_(object.release().ptr()) {}
+  Ref(Ref&& other) noexcept : pointer_(std::exchange(other.pointer_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(pointer_, other.pointer_);
+    return *this;
+  }
+  ~Ref() {
+    State& state = State::get();
+    if (pointer_ == nullptr || state.gone || state.ends_here()) return;  // left to the end of the process
+    try {
+      Call call(any_epoch);
+      Py_DECREF(pointer_);
+    } catch (const Error&) {
+      // Work is being stopped: the object is left to the end of the process.
+    }
+  }
+
+  py::handle get() const noexcept { return pointer_; }
+
+ private:
+  PyObject* pointer_ = nullptr;
+};
+
+/// Returns `error` in this library's terms. The GIL is held.
+inline Error translated(py::error_already_set& error) {
+  static constexpr std::pair<const char*, ErrorKind> kinds[] = {
+      {"BackendMissingError", ErrorKind::backend_missing},
+      {"BundleError", ErrorKind::bundle},
+      {"CacheDirectoryError", ErrorKind::cache_directory},
+      {"EngineError", ErrorKind::engine},
+      {"ExactnessError", ErrorKind::exactness},
+      {"MemoryBudgetError", ErrorKind::memory_budget},
+      {"ParameterError", ErrorKind::parameter},
+      {"PromptError", ErrorKind::prompt},
+      {"ThreadCountError", ErrorKind::thread_count},
+      {"KvrelayError", ErrorKind::kvrelay},
+      {"TimeoutError", ErrorKind::timeout},
+  };
+  State& state = State::get();
+  if (state.shutdown != nullptr && error.matches(state.shutdown)) return shutdown_error();
+  std::string type, text;
+  ErrorKind kind = ErrorKind::python;
+  try {
+    type = py::str(error.type().attr("__name__"));
+    text = py::str(error.value());
+    for (py::handle base : py::tuple(error.type().attr("__mro__"))) {
+      const std::string name = py::str(base.attr("__name__"));
+      for (const auto& [known, its_kind] : kinds)
+        if (name == known && kind == ErrorKind::python) kind = its_kind;
+    }
+  } catch (py::error_already_set&) {  // an exception whose text cannot be made
+  }
+  if (kind == ErrorKind::python) text = text.empty() ? type : type + ": " + text;
+  return {kind, type, text};
+}
+
+/// Returns what `body` returns; a Python exception in it becomes an Error. The GIL is held.
+template <class Body>
+auto translating(Body&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    throw translated(error);
+  }
+}
+
+/// Runs `body` in Python, on behalf of an object that was made in the epoch `made_in`.
+template <class Body>
+auto in_python(std::uint64_t made_in, Body&& body) -> decltype(body()) {
+  Call call(made_in);
+  return translating(body);
+}
+
+/// Runs the host's `code` in the middle of a call from Python: GIL given away, and not counted as inside.
+template <class Code>
+void outside(Code&& code) {
+  State& state = State::get();
+  const std::uint64_t stops = state.stops;
+  state.leave();
+  PyThreadState* const saved = PyEval_SaveThread();
+  std::exception_ptr error;
+  try {
+    code();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (state.exiting && !state.ends_here()) park();
+  PyEval_RestoreThread(saved);
+  {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    ++state.inside[State::thread()];
+  }
+  if (error) std::rethrow_exception(error);
+  if (stops != state.stops) throw shutdown_error();
+}
+
+}  // namespace kvrelay::detail
