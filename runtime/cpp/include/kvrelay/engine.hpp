@@ -22,11 +22,11 @@ class Engine {
     core_ = std::make_shared<detail::EngineCore>(std::move(engine), epoch);
     detail::in_python(epoch, [&] {
       const detail::Attributes attribute{core_->engine.get()};
-      attribute("drafts", drafts_);
-      attribute("precision", precision_);
-      attribute("threads", threads_);
-      attribute("max_batch", max_batch_);
-      attribute("kv_bytes", kv_bytes_);
+      attribute("drafts", facts_.drafts);
+      attribute("precision", facts_.precision);
+      attribute("threads", facts_.threads);
+      attribute("max_batch", facts_.max_batch);
+      attribute("kv_bytes", facts_.kv_bytes);
     });
     detail::stop_at_exit();
   }
@@ -41,12 +41,9 @@ class Engine {
   }
   Engine(Engine&&) noexcept = default;
   Engine& operator=(Engine&& other) noexcept {
-    std::swap(core_, other.core_);
-    std::swap(drafts_, other.drafts_);
-    std::swap(precision_, other.precision_);
-    std::swap(threads_, other.threads_);
-    std::swap(max_batch_, other.max_batch_);
-    std::swap(kv_bytes_, other.kv_bytes_);
+    const Engine old(std::move(*this));
+    core_ = std::move(other.core_);
+    facts_ = std::move(other.facts_);
     return *this;
   }
 
@@ -99,13 +96,21 @@ class Engine {
     detail::in_python(used().epoch, [&] { used().engine.get().attr("close")(); });
   }
 
-  const std::vector<std::string>& drafts() const noexcept { return drafts_; }
-  const std::string& precision() const noexcept { return precision_; }
-  std::int64_t threads() const noexcept { return threads_; }
-  std::int64_t max_batch() const noexcept { return max_batch_; }
-  std::int64_t kv_bytes() const noexcept { return kv_bytes_; }
+  const std::vector<std::string>& drafts() const noexcept { return facts_.drafts; }
+  const std::string& precision() const noexcept { return facts_.precision; }
+  std::int64_t threads() const noexcept { return facts_.threads; }
+  std::int64_t max_batch() const noexcept { return facts_.max_batch; }
+  std::int64_t kv_bytes() const noexcept { return facts_.kv_bytes; }
 
  private:
+  struct Facts {
+    std::vector<std::string> drafts;
+    std::string precision;
+    std::int64_t threads = 0;
+    std::int64_t max_batch = 0;
+    std::int64_t kv_bytes = 0;
+  };
+
   static pybind11::dict checked(const Options& options) {
     if (options.trace)
       throw Error(ErrorKind::parameter, "", "trace: an option of Pipeline::generate(); an Engine has no windows of one request");
@@ -120,11 +125,7 @@ class Engine {
   }
 
   std::shared_ptr<detail::EngineCore> core_;
-  std::vector<std::string> drafts_;
-  std::string precision_;
-  std::int64_t threads_ = 0;
-  std::int64_t max_batch_ = 0;
-  std::int64_t kv_bytes_ = 0;
+  Facts facts_;
 };
 
 }  // namespace kvrelay

@@ -34,6 +34,13 @@ class Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
+  /// To be called before an exception leaves: if the process is ending, this thread rests here. A thread whose function
+  /// does not catch the exception would end the process by std::terminate without running a destructor.
+  void before_throwing() noexcept {
+    const State& state = State::get();
+    if (state.exiting && !state.ends_here()) finish();
+  }
+
  private:
   void finish() noexcept {
     State& state = State::get();
@@ -131,21 +138,18 @@ inline Error translated(py::error_already_set& error) {
   return {kind, type, text};
 }
 
-/// Returns what `body` returns; a Python exception in it becomes an Error. The GIL is held.
-template <class Body>
-auto translating(Body&& body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (py::error_already_set& error) {
-    throw translated(error);
-  }
-}
-
-/// Runs `body` in Python, on behalf of an object that was made in the epoch `made_in`.
+/// Returns what `body` returns that runs in Python, on behalf of an object that was made in the epoch `made_in`.
+/// A Python exception becomes an Error.
 template <class Body>
 auto in_python(std::uint64_t made_in, Body&& body) -> decltype(body()) {
   Call call(made_in);
-  return translating(body);
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    const Error failure = translated(error);
+    call.before_throwing();
+    throw failure;
+  }
 }
 
 /// Runs the host's `code` in the middle of a call from Python: GIL given away, and not counted as inside.

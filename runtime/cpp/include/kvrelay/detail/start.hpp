@@ -108,23 +108,14 @@ inline void start(const std::optional<std::filesystem::path>& folder = std::null
   std::lock_guard<std::mutex> lock(state.start_mutex);
   const bool ours = !Py_IsInitialized();
   if (ours) launch(folder ? *folder : default_environment());
-  const PyGILState_STATE gil = PyGILState_Ensure();
-  std::optional<Error> failure;
-  try {
-    translating([&] {
-      const std::string prefix = py::str(py::module_::import("sys").attr("prefix"));
-      if (folder && !std::filesystem::equivalent(prefix, *folder))
-        throw interpreter_error("this process runs Python in " + prefix + " already, not in " + folder->string() +
-                                ": call kvrelay::start() before anything else, once");
-      if (!state.started) import_package(state, ours);
-    });
-  } catch (const Error& error) {
-    failure = error;
-  } catch (const std::filesystem::filesystem_error& error) {
-    failure = interpreter_error(error.what());
-  }
-  PyGILState_Release(gil);
-  if (failure) throw *failure;
+  in_python(any_epoch, [&] {
+    const std::string prefix = py::str(py::module_::import("sys").attr("prefix"));
+    std::error_code ignored;
+    if (folder && !std::filesystem::equivalent(prefix, *folder, ignored))
+      throw interpreter_error("this process runs Python in " + prefix + " already, not in " + folder->string() +
+                              ": call kvrelay::start() before anything else, once");
+    if (!state.started) import_package(state, ours);
+  });
   state.started = true;
   stop_at_exit();
 }

@@ -19,6 +19,7 @@ struct EngineCore {
   }
   ~EngineCore() {
     State& state = State::get();
+    if (state.ends_here()) return;
     std::lock_guard<std::mutex> lock(state.mutex);
     state.engines.erase(this);
   }
@@ -57,20 +58,24 @@ inline bool stop(State& state, bool for_exit, std::optional<std::chrono::seconds
   return state.left.wait_until(lock, deadline, [&] { return state.alone(); }) && closed;
 }
 
+[[noreturn]] inline void leave_at_once(int status) {
+  std::fflush(nullptr);
+  _exit(status);
+}
+
 /// The exit handler. ONNX Runtime's own handlers take away what a running engine needs, so engines stop before them.
 inline void at_exit(int status, void* process) {
   State& state = State::get();
-  // A forked child has a copy of the state and none of the threads.
-  if (static_cast<pid_t>(reinterpret_cast<std::intptr_t>(process)) != getpid()) return;
   if (state.gone || state.exiting) return;
   state.exit_thread = State::thread();
   state.exiting = true;
+  // A forked child has a copy of everything but the threads, which ONNX Runtime's handlers would wait for.
+  if (static_cast<pid_t>(reinterpret_cast<std::intptr_t>(process)) != getpid()) leave_at_once(status);
   constexpr std::chrono::seconds limit(30);
   if (stop(state, true, limit)) return;
   std::fprintf(stderr, "kvrelay: an engine run did not end within %d s of exit(): leaving without further handlers\n",
                static_cast<int>(limit.count()));
-  std::fflush(nullptr);
-  _exit(status);
+  leave_at_once(status);
 }
 
 /// Registers the exit handler. Handlers run last one first, and ONNX Runtime goes on registering its own while engines
