@@ -1,0 +1,50 @@
+"""Builds the C++ programs once a session, and the bundle that they run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import reference
+import tiny
+from build import build, missing
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def tools() -> None:
+    """Skip where C++ cannot be built, with what to install; CI must have it."""
+    if (what := missing()) is not None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+
+
+@pytest.fixture(scope="session")
+def programs(tools: None) -> Path:
+    """The folder of the built test programs; kept between runs, so that only changes are built."""
+    folder = HERE.parents[1] / "build" / "cpp-tests"
+    return build(HERE, folder, Path(sys.executable))
+
+
+@pytest.fixture(scope="session")
+def cpp_bundle(export_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama of the runtime tests in fp32, with groups of windows, a layer-skipping draft and draft model "cousin"."""
+    cousin = tiny.save_model(tmp_path_factory.mktemp("draft-models") / "cousin", tiny.cousin_of(tiny.target_model()))
+    return export_tiny(
+        tiny.target_model(),
+        drafts=("skip",),
+        skip=("attention.1",),
+        draft_models=(str(cousin),),
+        verify=((1, 8), (1, 16), (4, 16), (2, 8)),
+    )
+
+
+@pytest.fixture(scope="session")
+def reference_file(cpp_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python's results for the suite's cases."""
+    file = tmp_path_factory.mktemp("reference") / "reference.txt"
+    reference.write_reference(cpp_bundle, file)
+    return file
