@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import cases
 import pytest
-import reference
 import tiny
-from build import build, missing
+from cpp_building import build, require_tools
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def tools() -> None:
-    """Skip where C++ cannot be built, with what to install; CI must have it."""
-    if (what := missing()) is not None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
-
-
-@pytest.fixture(scope="session")
-def programs(tools: None) -> Path:
+def programs() -> Path:
     """The folder of the built test programs; kept between runs, so that only changes are built."""
+    require_tools()
     folder = HERE.parents[1] / "build" / "cpp-tests"
     return build(HERE, folder, Path(sys.executable))
 
@@ -46,5 +39,5 @@ def cpp_bundle(export_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPa
 def reference_file(cpp_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Python's results for the suite's cases."""
     file = tmp_path_factory.mktemp("reference") / "reference.txt"
-    reference.write_reference(cpp_bundle, file)
+    cases.write_reference(cpp_bundle, file)
     return file

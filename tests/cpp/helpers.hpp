@@ -101,7 +101,7 @@ inline kvrelay::Options length(int tokens) {
   return options;
 }
 
-// Cases 0, 1, ... are the same in Python (reference.py).
+// Cases 0, 1, ... are the same in Python (cases.py).
 inline std::vector<std::int64_t> case_prompt(int i) {
   std::vector<std::int64_t> ids;
   for (int j = 0; j < 2 + i % 9; ++j) ids.push_back((i * 37 + j * 11) % 250 + 4);

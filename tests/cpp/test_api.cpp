@@ -2,9 +2,10 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
-#include <numeric>
 
 #include "helpers.hpp"
 
@@ -78,6 +79,27 @@ TEST_CASE("a prompt is text, chat messages or token ids, and ids may lie in memo
   CHECK(pipe.encode({{"system", "be brief"}, {"user", "hello"}}).size() > pipe.encode({{"user", "hello"}}).size());
   CHECK(pipe.encode({5, 6, 7}) == std::vector<std::int64_t>{5, 6, 7});
   CHECK(pipe.encode(std::string_view("a\0b", 3)).size() == 3);
+}
+
+TEST_CASE("logits stay in Python's memory for as long as they are held, and lead to the greedy token") {
+  std::optional<kvrelay::Logits> logits;
+  const kvrelay::Result result = [&] {
+    const kvrelay::Pipeline pipe(bundle(), plain());
+    logits.emplace(pipe.logits("hello"));
+    CHECK_THROWS_AS(pipe.logits({99999}), kvrelay::Error);
+    return pipe.generate("hello", length(1));
+  }();
+  const std::vector<float> before(logits->begin(), logits->end());
+  CHECK(logits->size() == 260);
+  CHECK(std::max_element(before.begin(), before.end()) - before.begin() == result.token_ids[0]);
+  double sum = 0;
+  for (float value : before) sum += std::exp(static_cast<double>(value));
+  const auto chosen = static_cast<std::size_t>(result.token_ids[0]);
+  CHECK(before[chosen] - std::log(sum) == doctest::Approx(result.scores[0]).epsilon(1e-5));
+  const kvrelay::Pipeline other(bundle(), plain());
+  other.generate("something else", length(40));
+  CHECK(std::equal(before.begin(), before.end(), logits->data()));
+  std::thread([&] { logits.reset(); }).join();
 }
 
 TEST_CASE("options reach Python: seed, temperature, stop strings, penalties, end of sequence") {

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from build import environment
+from cpp_building import environment
 
 FILES = ("api", "callbacks", "lifetime", "memory", "threads")
 

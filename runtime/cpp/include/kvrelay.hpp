@@ -10,6 +10,7 @@
 
 #include "kvrelay/engine.hpp"
 #include "kvrelay/error.hpp"
+#include "kvrelay/logits.hpp"
 #include "kvrelay/options.hpp"
 #include "kvrelay/pipeline.hpp"
 #include "kvrelay/process.hpp"

@@ -6,15 +6,20 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ..errors import KvrelayError
-from ..handle import Handle
-from ..serving import Engine
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Shutdown", "close_engines", "wait"]
+from ..errors import EngineError, KvrelayError
+from ..handle import Handle
+from ..pipeline import Pipeline
+from ..serving import Engine
+from ..tokenizer import Prompt
+
+__all__ = ["Shutdown", "close_engines", "next_logits", "wait"]
 
 
 class Shutdown(BaseException):
-    """Raised in a thread that is inside kvrelay when the host stops all work. Nothing in kvrelay catches it."""
+    """Raised in a thread that is inside kvrelay when the host stops all work. No request catches it."""
 
 
 def close_engines(engines: Sequence[Engine], seconds: float) -> bool:
@@ -37,3 +42,26 @@ def wait(handle: Handle, seconds: float) -> bool:
     except KvrelayError:
         pass
     return True
+
+
+def next_logits(pipeline: Pipeline, prompt: Prompt) -> npt.NDArray[np.float32]:
+    """Return the target's float32 logits ``[V]`` behind ``prompt``, an array of their own.
+
+    Raises:
+        PromptError: the prompt is empty, or does not fit the context.
+        EngineError: an engine failed.
+    """
+    request = pipeline._intake.request(prompt, max_new_tokens=1)
+    lanes = pipeline._lanes
+    lane = lanes.take(request)
+    usable = True
+    try:
+        logits = lane.target.prefill(request.tokens, request.kv_length)
+        lane.tokens = list(request.tokens)
+        return np.array(logits[: request.sampler.vocab_size])  # the engine's own memory serves the next pass
+    except EngineError:
+        usable = False  # what the failed pass wrote is unknown
+        raise
+    finally:
+        if usable:
+            lanes.release(lane)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "detail/open.hpp"
+#include "logits.hpp"
 #include "request.hpp"
 
 namespace kvrelay {
@@ -69,6 +70,16 @@ class Pipeline {
       std::vector<std::int64_t> ids;
       detail::read(used().pipeline.get().attr("encode")(argument.object), ids);
       return ids;
+    });
+  }
+
+  /// Returns the target's scores of the token that follows `prompt`, before any option: to choose among given answers,
+  /// say. Nothing is copied on the way from Python.
+  Logits logits(const Prompt& prompt) const {
+    return detail::in_python(used().epoch, [&] {
+      const detail::PromptArgument argument(prompt);
+      const pybind11::handle bridge = detail::State::get().bridge;
+      return Logits(bridge.attr("next_logits")(used().pipeline.get(), argument.object));
     });
   }
 
