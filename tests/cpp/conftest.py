@@ -24,7 +24,7 @@ def programs() -> Path:
 
 @pytest.fixture(scope="session")
 def cpp_bundle(export_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Llama of the runtime tests in fp32, with groups of windows, a layer-skipping draft and draft model "cousin"."""
+    """The Llama of the runtime tests in fp32, with groups of windows and the drafts "skip" and "cousin"."""
     cousin = tiny.save_model(tmp_path_factory.mktemp("draft-models") / "cousin", tiny.cousin_of(tiny.target_model()))
     return export_tiny(
         tiny.target_model(),

@@ -125,7 +125,12 @@ TEST_CASE("options reach Python: seed, temperature, stop strings, penalties, end
 
   const kvrelay::Result greedy = pipe.generate("hello", length(30));
   kvrelay::Options stopping = length(30);
-  stopping.stop = {"never there", greedy.text.substr(greedy.text.size() / 2, 2)};
+  const auto whole = [&](std::size_t at) {  // the next place where a character of UTF-8 begins
+    while (at < greedy.text.size() && (greedy.text[at] & 0xC0) == 0x80) ++at;
+    return at;
+  };
+  const std::size_t middle = whole(greedy.text.size() / 2);
+  stopping.stop = {"never there", greedy.text.substr(middle, whole(middle + 2) - middle)};
   const kvrelay::Result stopped = pipe.generate("hello", stopping);
   CHECK(stopped.finish_reason == "stop");
   CHECK(stopped.text == greedy.text.substr(0, greedy.text.find(stopping.stop[1])));

@@ -179,8 +179,6 @@ def test_a_host_may_run_an_interpreter_of_its_own_and_end_it(programs: Path, cpp
 def test_a_python_program_may_be_the_host(programs: Path, cpp_bundle: Path, warm: None, gil: str) -> None:
     script = ROOT / "tests" / "cpp" / "plugin_in_python.py"
     command = [sys.executable, str(script), str(programs / "libplugin.so"), str(cpp_bundle), gil]
-    done = subprocess.run(
-        command, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=LIMIT
-    )
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
