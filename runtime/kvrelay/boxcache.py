@@ -30,8 +30,7 @@ def cache_directory(bundle: Path) -> Path:
         CacheDirectoryError: none of the candidates can be written; the message lists them.
     """
     named = os.environ.get("KVRELAY_CACHE")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
-    candidates = [Path(named)] if named else [bundle.parent / "kvrelay-cache", user]
+    candidates = [Path(named)] if named else [bundle.parent / "kvrelay-cache", *_user_cache()]
     digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
     problems = []
     for candidate in candidates:
@@ -46,6 +45,15 @@ def cache_directory(bundle: Path) -> Path:
         f"no folder for the box's cache can be written ({'; '.join(problems)}); "
         "set KVRELAY_CACHE to a writable folder with room for about twice the bundle"
     )
+
+
+def _user_cache() -> list[Path]:
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return [Path(named) / "kvrelay"]
+    try:
+        return [Path.home() / ".cache" / "kvrelay"]
+    except RuntimeError:  # the user of a service may have no home
+        return []
 
 
 @lru_cache(maxsize=1)

@@ -87,7 +87,12 @@ def test_cmake_says_which_environment_it_looked_in_and_what_to_install(tmp_path:
 
 def test_the_module_wants_to_be_asked_for_the_folder() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvrelay.cpp"], env=environment(), capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "kvrelay.cpp"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 2
     assert "--cmake-dir" in done.stderr

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kvrelay
 import pytest
 from cpp_building import ROOT, environment
+from kvrelay.boxcache import cache_directory
 
 LIMIT = 60  # seconds for a process that takes two: more is a hang
 
@@ -160,6 +162,22 @@ def test_a_read_only_file_system_needs_one_writable_folder(
             pytest.skip("the file system stays writable")
         assert done.returncode == expected, done.stderr
         assert expected == 0 or "set KVRELAY_CACHE to a writable folder" in done.stderr
+
+
+def test_a_user_without_a_home_needs_none(cpp_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = shutil.copytree(cpp_bundle, tmp_path / "bundle")
+    for name in ("KVRELAY_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", _no_home)
+    assert cache_directory(bundle).is_relative_to(tmp_path / "kvrelay-cache")
+    shutil.rmtree(tmp_path / "kvrelay-cache")
+    (tmp_path / "kvrelay-cache").write_text("in the way")
+    with pytest.raises(kvrelay.CacheDirectoryError, match="set KVRELAY_CACHE"):
+        cache_directory(bundle)
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_a_plugin_works_in_a_host_without_python(programs: Path, cpp_bundle: Path, warm: None) -> None:

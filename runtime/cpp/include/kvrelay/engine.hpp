@@ -51,8 +51,8 @@ class Engine {
   Request submit(const Prompt& prompt, const Options& options = {}) const {
     auto request = std::make_unique<detail::RequestCore>();
     request->of_engine = true;
-    request->owner = core_;
     request->epoch = used().epoch;
+    request->ran = {core_, &core_->ran};
     {
       detail::Clock clock(request->facade_ns);
       detail::in_python(request->epoch, [&] {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -45,6 +46,7 @@ class Pipeline {
                   "exact=true, the default, its output is that of deterministic requests");
     auto request = std::make_unique<detail::RequestCore>();
     request->epoch = used().epoch;
+    request->ran = {core_, &core_->ran};
     request->trace = options.trace;
     {
       detail::Clock clock(request->facade_ns);
@@ -91,6 +93,7 @@ class Pipeline {
   struct Core {
     detail::Ref pipeline;
     std::uint64_t epoch = 0;
+    std::atomic<bool> ran{false};
   };
 
   const Core& used() const {

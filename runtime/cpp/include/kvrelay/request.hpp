@@ -51,14 +51,19 @@ class Clock {
 };
 
 struct RequestCore {
-  Ref object;                     // kvrelay.Stream of a Pipeline, or kvrelay.Handle of an Engine
-  std::shared_ptr<void> owner;    // the Engine's core: it stays as long as its requests do
+  Ref object;                              // kvrelay.Stream of a Pipeline, or kvrelay.Handle of an Engine
+  std::shared_ptr<std::atomic<bool>> ran;  // whether a request of the owner has ended; keeps the owner, too
   std::uint64_t epoch = 0;
   bool of_engine = false;
-  Ref events;                     // list that Python puts trace events in
+  Ref events;  // list that Python puts trace events in
   std::function<void(const TraceEvent&)> trace;
   std::atomic<bool> ended{false};
   std::atomic<std::int64_t> facade_ns{0};
+
+  void end() {
+    ended = true;
+    if (!ran->exchange(true)) stop_at_exit();
+  }
 
   /// The next piece, a new reference; null at the end, or with Python's error set.
   PyObject* pull() const {
@@ -129,7 +134,7 @@ class [[nodiscard]] Request {
       });
     }
     for (const TraceEvent& event : events) core.trace(event);
-    if (!piece) core.ended = true;
+    if (!piece) core.end();
     return piece;
   }
 
@@ -156,9 +161,8 @@ class [[nodiscard]] Request {
         return detail::result_of(made);
       });
     }
-    core.ended = true;
+    core.end();
     result.facade_seconds = static_cast<double>(core.facade_ns) * 1e-9;
-    detail::stop_at_exit();
     return result;
   }
 

@@ -38,17 +38,16 @@ class Call {
   /// does not catch the exception would end the process by std::terminate without running a destructor.
   void before_throwing() noexcept {
     const State& state = State::get();
-    if (state.exiting && !state.ends_here()) finish();
+    if (state.others_end()) finish();
   }
 
  private:
   void finish() noexcept {
     State& state = State::get();
     // Before the GIL goes: stop() raises an exception in threads that are inside, and must not reach this one later.
-    state.leave();
-    if (stops_ != state.stops) PyThreadState_SetAsyncExc(State::thread(), nullptr);
+    if (state.leave() && stops_ != state.stops) PyThreadState_SetAsyncExc(State::thread(), nullptr);
     PyGILState_Release(gil_);
-    if (state.exiting && !state.ends_here()) park();
+    if (state.others_end()) park();
   }
 
   std::uint64_t stops_;
@@ -65,7 +64,7 @@ class Attached {
   }
   ~Attached() {
     State& state = State::get();
-    if (state.exiting && !state.ends_here()) park();
+    if (state.others_end()) park();
     if (state.gone) return;
     PyEval_RestoreThread(saved_);
     PyGILState_Release(gil_);
@@ -165,7 +164,7 @@ void outside(Code&& code) {
   } catch (...) {
     error = std::current_exception();
   }
-  if (state.exiting && !state.ends_here()) park();
+  if (state.others_end()) park();
   PyEval_RestoreThread(saved);
   {
     std::lock_guard<std::mutex> lock(state.mutex);

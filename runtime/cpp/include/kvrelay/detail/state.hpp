@@ -64,9 +64,12 @@ struct State {
   /// Whether this thread is the one that runs the exit handlers: Python's objects are then left as they are.
   bool ends_here() const noexcept { return exiting && exit_thread == thread(); }
 
+  /// Whether another thread is ending the process: this one has to park.
+  bool others_end() const noexcept { return exiting && exit_thread != thread(); }
+
   /// Throws if what was made in the epoch `made_in` may not be used any more; never returns once the process ends.
   void refuse(std::uint64_t made_in) const {
-    if (exiting && !ends_here()) park();
+    if (others_end()) park();
     if (exiting || made_in < epoch) throw shutdown_error();
     if (gone)
       throw Error(ErrorKind::interpreter, "",
@@ -82,11 +85,14 @@ struct State {
     return stops;
   }
 
-  void leave() noexcept {
+  /// Counts this thread out; returns whether it is in no other call.
+  bool leave() noexcept {
     std::lock_guard<std::mutex> lock(mutex);
-    auto found = inside.find(thread());
-    if (--found->second == 0) inside.erase(found);
+    const auto found = inside.find(thread());
+    const bool last = --found->second == 0;
+    if (last) inside.erase(found);
     left.notify_all();
+    return last;
   }
 
   /// Whether no other thread is inside. `mutex` is held.

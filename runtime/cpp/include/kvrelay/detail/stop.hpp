@@ -11,6 +11,7 @@ namespace kvrelay::detail {
 struct EngineCore {
   Ref engine;
   std::uint64_t epoch;
+  std::atomic<bool> ran{false};
 
   EngineCore(Ref made, std::uint64_t made_in) : engine(std::move(made)), epoch(made_in) {
     State& state = State::get();
@@ -79,7 +80,7 @@ inline void at_exit(int status, void* process) {
 }
 
 /// Registers the exit handler. Handlers run last one first, and ONNX Runtime goes on registering its own while engines
-/// are loaded and first run: this is called after each of these.
+/// are loaded and first run: this is called after both, for each Pipeline and Engine.
 inline void stop_at_exit() {
   on_exit(at_exit, reinterpret_cast<void*>(static_cast<std::intptr_t>(getpid())));
 }
