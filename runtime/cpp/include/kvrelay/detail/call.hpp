@@ -24,7 +24,8 @@ class WithoutGil {
 /// One stay of this thread in Python, GIL held. The host's code is never called within it.
 class Call {
  public:
-  explicit Call(std::uint64_t made_in) : stops_(State::get().enter(made_in)), gil_(PyGILState_Ensure()) {
+  explicit Call(std::uint64_t made_in, bool opening = false)
+      : opening_(opening), stops_(State::get().enter(made_in, opening)), gil_(PyGILState_Ensure()) {
     if (stops_ == State::get().stops) return;
     // Work was stopped while this thread waited for the GIL, and so the stop did not reach it.
     finish();
@@ -45,11 +46,12 @@ class Call {
   void finish() noexcept {
     State& state = State::get();
     // Before the GIL goes: stop() raises an exception in threads that are inside, and must not reach this one later.
-    if (state.leave() && stops_ != state.stops) PyThreadState_SetAsyncExc(State::thread(), nullptr);
+    if (state.leave(opening_) && stops_ != state.stops) PyThreadState_SetAsyncExc(State::thread(), nullptr);
     PyGILState_Release(gil_);
     if (state.others_end()) park();
   }
 
+  bool opening_;
   std::uint64_t stops_;
   PyGILState_STATE gil_;
 };
@@ -140,8 +142,8 @@ inline Error translated(py::error_already_set& error) {
 /// Returns what `body` returns that runs in Python, on behalf of an object that was made in the epoch `made_in`.
 /// A Python exception becomes an Error.
 template <class Body>
-auto in_python(std::uint64_t made_in, Body&& body) -> decltype(body()) {
-  Call call(made_in);
+auto in_python(std::uint64_t made_in, Body&& body, bool opening = false) -> decltype(body()) {
+  Call call(made_in, opening);
   try {
     return body();
   } catch (py::error_already_set& error) {
@@ -151,12 +153,11 @@ auto in_python(std::uint64_t made_in, Body&& body) -> decltype(body()) {
   }
 }
 
-/// Runs the host's `code` in the middle of a call from Python: GIL given away, and not counted as inside.
+/// Runs the host's `code` in the middle of an opening, where Python calls back: GIL given away, not counted as inside.
 template <class Code>
 void outside(Code&& code) {
   State& state = State::get();
-  const std::uint64_t stops = state.stops;
-  state.leave();
+  state.leave(true);
   PyThreadState* const saved = PyEval_SaveThread();
   std::exception_ptr error;
   try {
@@ -168,10 +169,9 @@ void outside(Code&& code) {
   PyEval_RestoreThread(saved);
   {
     std::lock_guard<std::mutex> lock(state.mutex);
-    ++state.inside[State::thread()];
+    state.return_to(true);
   }
   if (error) std::rethrow_exception(error);
-  if (stops != state.stops) throw shutdown_error();
 }
 
 }  // namespace kvrelay::detail

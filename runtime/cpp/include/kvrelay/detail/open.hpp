@@ -3,6 +3,8 @@
 #include <exception>
 #include <filesystem>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "convert.hpp"
@@ -10,35 +12,41 @@
 
 namespace kvrelay::detail {
 
-/// A Progress that Python may call while a bundle is opened, and not after: Python keeps the function it was given.
+/// What Python tells its progress to while a bundle is opened: the host's Progress, if there is one. It also ends the
+/// opening when work is stopped. Python keeps the function, which does nothing once the bundle is open.
 class ProgressBridge {
  public:
-  explicit ProgressBridge(const Progress& progress) : slot_(std::make_shared<Slot>()) { slot_->target = &progress; }
-  ~ProgressBridge() { slot_->target = nullptr; }
+  ProgressBridge(const Progress& progress, std::uint64_t stops) : slot_(std::make_shared<Slot>()) {
+    slot_->progress = &progress;
+    slot_->stops = stops;
+  }
+  ~ProgressBridge() { slot_->progress = nullptr; }
   ProgressBridge(const ProgressBridge&) = delete;
   ProgressBridge& operator=(const ProgressBridge&) = delete;
 
   py::object function() const {
     return py::cpp_function([slot = slot_](const std::string& text) {
-      if (slot->target == nullptr) return;
+      if (slot->progress == nullptr) return;
       try {
-        outside([&] { (*slot->target)(text); });
+        if (*slot->progress) outside([&] { (*slot->progress)(text); });
+        if (slot->stops != State::get().stops) throw shutdown_error();
       } catch (...) {
         slot->error = std::current_exception();
-        PyErr_SetNone(State::get().shutdown);  // ends the opening: nothing in Python catches it
+        PyErr_SetNone(State::get().shutdown);  // nothing in Python catches it
         throw py::error_already_set();
       }
     });
   }
 
-  /// What the callback threw, if that ended the opening.
+  /// What ended the opening, if it was the callback or a stop.
   void rethrow() const {
     if (slot_->error) std::rethrow_exception(slot_->error);
   }
 
  private:
   struct Slot {
-    const Progress* target = nullptr;
+    const Progress* progress = nullptr;
+    std::uint64_t stops = 0;
     std::exception_ptr error;
   };
 
@@ -51,15 +59,19 @@ Ref open(const char* name, const std::filesystem::path& bundle, const Options& o
   start();
   State& state = State::get();
   epoch = state.epoch;
-  const ProgressBridge progress(options.progress);
+  std::optional<ProgressBridge> progress;
   try {
-    return in_python(epoch, [&] {
-      Arguments arguments(options);
-      if (options.progress) arguments.made["progress"] = progress.function();
-      return Ref(py::handle(state.package).attr(name)(path_of(bundle), **arguments.made));
-    });
+    return in_python(
+        epoch,
+        [&] {
+          Arguments arguments(options);
+          progress.emplace(options.progress, state.stops);
+          arguments.made["progress"] = progress->function();
+          return Ref(py::handle(state.package).attr(name)(path_of(bundle), **arguments.made));
+        },
+        true);
   } catch (const Error&) {
-    progress.rethrow();
+    if (progress) progress->rethrow();
     throw;
   }
 }

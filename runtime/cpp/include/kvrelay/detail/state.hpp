@@ -31,6 +31,12 @@ inline Error shutdown_error() {
   return {ErrorKind::shutdown, "", "kvrelay::shutdown() ended this object: make a new one, the interpreter goes on"};
 }
 
+/// How deep a thread is in Python.
+struct Stay {
+  int calls = 0;    // from C++
+  int opening = 0;  // of these, the ones that make a Pipeline or Engine
+};
+
 /// What this module of the process (a program or a shared library) has to do with Python.
 ///
 /// Two rules keep it free of deadlocks. `mutex` is held for a few instructions, never while the GIL is waited for; so
@@ -44,7 +50,7 @@ struct State {
 
   std::mutex mutex;
   std::condition_variable left;                // a thread has left Python
-  std::map<unsigned long, int> inside;         // calls from C++ in Python, by Python's id of their thread
+  std::map<unsigned long, Stay> inside;        // by Python's id of the thread
   std::set<EngineCore*> engines;               // open ones
   std::uint64_t stops = 0;                     // how often work was stopped; written with the GIL held too
   std::atomic<std::uint64_t> epoch{0};         // raised by shutdown(): what was made before may not be used after
@@ -78,18 +84,26 @@ struct State {
   }
 
   /// Counts this thread in and returns `stops`.
-  std::uint64_t enter(std::uint64_t made_in) {
+  std::uint64_t enter(std::uint64_t made_in, bool opening) {
     refuse(made_in);
     std::lock_guard<std::mutex> lock(mutex);
-    ++inside[thread()];
+    return_to(opening);
     return stops;
   }
 
+  /// Counts this thread in again after its leave(). `mutex` is held.
+  void return_to(bool opening) {
+    Stay& stay = inside[thread()];
+    ++stay.calls;
+    stay.opening += opening;
+  }
+
   /// Counts this thread out; returns whether it is in no other call.
-  bool leave() noexcept {
+  bool leave(bool opening) noexcept {
     std::lock_guard<std::mutex> lock(mutex);
     const auto found = inside.find(thread());
-    const bool last = --found->second == 0;
+    found->second.opening -= opening;
+    const bool last = --found->second.calls == 0;
     if (last) inside.erase(found);
     left.notify_all();
     return last;

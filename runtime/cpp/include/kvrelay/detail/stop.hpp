@@ -29,7 +29,10 @@ struct EngineCore {
 };
 
 /// Ends all work of this module: threads that are in Python get an exception there as soon as the engine run at hand
-/// is over, engines are closed and their threads joined. Calls in a thread that is in a callback are not waited for.
+/// is over, engines are closed and their threads joined. A thread that is in a callback is not waited for.
+///
+/// A thread that opens a bundle ends at the next thing that it would tell a Progress, or when it is done: while it
+/// starts a Python thread, CPython could raise the exception in that one, and the start would be waited for for ever.
 ///
 /// Returns whether all of it ended within `limit`; without a limit it waits for as long as it takes.
 inline bool stop(State& state, bool for_exit, std::optional<std::chrono::seconds> limit) {
@@ -45,8 +48,8 @@ inline bool stop(State& state, bool for_exit, std::optional<std::chrono::seconds
       std::lock_guard<std::mutex> lock(state.mutex);
       ++state.stops;
       if (!for_exit) ++state.epoch;
-      for (const auto& [thread, calls] : state.inside)
-        if (thread != State::thread()) PyThreadState_SetAsyncExc(thread, state.shutdown);
+      for (const auto& [thread, stay] : state.inside)
+        if (thread != State::thread() && stay.opening == 0) PyThreadState_SetAsyncExc(thread, state.shutdown);
       for (EngineCore* core : state.engines) engines.append(core->engine.get());
     }
     const std::chrono::duration<double> seconds = deadline - std::chrono::steady_clock::now();
