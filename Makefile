@@ -7,7 +7,7 @@ PROMPT ?= Why is the sky blue?
 # A CPU build of torch is enough for exporting; give TORCH="torch --index-url ..." for another.
 TORCH ?= torch==2.13.0
 
-.PHONY: env export run test test-full style bench gpu-check-bundle gpu-check clean
+.PHONY: env export run cpp test test-full style bench gpu-check-bundle gpu-check clean
 
 env: $(VENV)/.ready
 
@@ -16,7 +16,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[cpu,export,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[cpu,export,cpp,dev]'
 	touch $@
 
 export: $(BUNDLE)/manifest.json
@@ -26,6 +26,13 @@ $(BUNDLE)/manifest.json: | $(VENV)/.ready
 
 run: export
 	$(BIN)/kvrelay run $(BUNDLE) "$(PROMPT)"
+
+# The C++ examples; make test builds the C++ tests by itself.
+cpp: $(VENV)/.ready
+	@$(BIN)/python runtime/cpp/prerequisites.py
+	cmake -S runtime/cpp/example -B build/cpp-example -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+		-Dkvrelay_DIR="$$($(BIN)/python -m kvrelay.cpp --cmake-dir)"
+	cmake --build build/cpp-example --parallel 2
 
 test: export
 	$(BIN)/python -m pytest -m "not full"

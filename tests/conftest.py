@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import venv
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +32,7 @@ SKIPPED = "attention.1"
 VERIFY = ((1, 2), (1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 4), (4, 8), (4, 16))
 
 ExportTiny = Callable[..., Path]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -167,3 +171,25 @@ def portable_bundles(export_dialects: ExportTiny, tmp_path_factory: pytest.TempP
         )
         for dialect, names in precisions.items()
     }
+
+
+@pytest.fixture(scope="session")
+def wheel_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an empty environment in which a wheel of this tree was installed as kvrelay[cpu,cpp]."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "dist"), str(ROOT)],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    (wheel,) = (folder / "dist").glob("*.whl")
+    venv.create(folder / "env", with_pip=True)
+    python = folder / "env" / "bin" / "python"
+    subprocess.run(
+        [str(python), "-m", "pip", "install", "--quiet", f"{wheel}[cpu,cpp]"],
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
+    return python

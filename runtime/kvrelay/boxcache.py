@@ -58,10 +58,18 @@ def cache_directory(bundle: Path) -> Path:
 def cache_candidates(bundle: Path) -> list[Path]:
     """Return the folders that may hold what this box knows about ``bundle``, in the order in which they are tried."""
     named = os.environ.get("KVRELAY_CACHE")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
     digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
-    places = [Path(named)] if named else [bundle.parent / "kvrelay-cache", user]
+    places = [Path(named)] if named else [bundle.parent / "kvrelay-cache", *_user_cache()]
     return [place / digest[:16] for place in places]
+
+
+def _user_cache() -> list[Path]:
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return [Path(named) / "kvrelay"]
+    try:
+        return [Path.home() / ".cache" / "kvrelay"]
+    except RuntimeError:  # the user of a service may have no home
+        return []
 
 
 @lru_cache(maxsize=1)
