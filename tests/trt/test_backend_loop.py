@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_box import FakeBox, Loop, bundle_of_dialect, fake_box
+from fake_tensorrt import Kernels
 from kvrelay.bundle import Bundle
 from kvrelay.errors import EngineError
 from kvrelay.kv import KVCache
@@ -115,6 +116,7 @@ def test_a_library_that_captures_by_itself_is_left_to_it(
         found = Loop(loop_bundle, box, "self")(PROMPT, max_new_tokens=40, ignore_eos=True)
         assert found.token_ids == wanted["greedy"].token_ids
         assert all(context.captures for context in box.library.contexts)
+        assert {context.kernels for context in box.library.contexts} == {Kernels.EAGER}, "bits would change later"
         assert "cudaStreamBeginCapture" not in box.cuda.calls
 
 
