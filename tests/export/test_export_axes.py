@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from kvrelay import contract
-from kvrelay_export.graph import fix_shape
+from kvrelay.ort import OrtEngine
+from kvrelay_export.graph import fix_shape, pair_logit_row
 from tracing import Program, hf_logits, random_ids, step
 
 DIALECTS = ("ort", "standard", "decomposed")
@@ -158,3 +159,24 @@ def test_every_axis_of_a_fixed_engine_is_a_number_and_kv_capacity_is_static_ever
         **{name: ["batch", 2, 256, 16] for name in kv},
         **{name: ["batch", 2, "sequence", 16] for name in new},
     }
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_an_engine_with_one_logit_row_gives_the_bits_of_one_with_all(
+    llama: Program, ids: np.ndarray, dialect: str, precision: str
+) -> None:
+    """On some CPUs the head's product of one row has other bits than one of several: it is shown its row twice."""
+    dynamic = llama.graph(dialect, precision)
+    wide = llama.load(fix_shape(dynamic, 1, N, N), precision, dialect=dialect, shape=(1, N))
+    wanted = step(wide, llama.cache(wide), ids[:1, :N], [0])
+    single = fix_shape(dynamic, 1, N, 1)
+    pair_logit_row(single)
+    path = llama.save(single)
+    entry = llama.engine_entry(path, precision, dialect=dialect, shape=(1, N)).model_copy(update={"rows": 1})
+    bound = OrtEngine(entry, path, prepared=False).bind(llama.cache(wide), N, 1)
+    bound.input_ids[:] = ids[:1, :N]
+    for row in range(N):
+        bound.logit_rows[:] = row
+        bound.run()
+        np.testing.assert_array_equal(bound.logits[0], wanted[0, row : row + 1])

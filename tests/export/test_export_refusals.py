@@ -108,7 +108,10 @@ def test_a_context_over_the_model_s_limit_is_refused_with_both_numbers(tmp_path:
         ({"dialect": "decomposed", "precisions": ("int4",)}, "int4 is not part of the decomposed dialect; it has fp32"),
         ({"dialect": "decomposed", "drafts": ("int8",)}, "int8 is not part of the decomposed dialect"),
         ({"activations": "float16"}, "--activations float16: it is for int8 and int4 weights in the standard dialect"),
-        ({"dialect": "standard", "precisions": ("fp16",), "activations": "float32"}, "--activations float32: it is for"),
+        (
+            {"dialect": "standard", "precisions": ("fp16",), "activations": "float32"},
+            "--activations float32: it is for",
+        ),
         ({"drafts": ("skip",), "skip": ("attention.0", "mlp.2")}, "'mlp.2' is no sublayer"),
         ({"drafts": ("skip",), "skip": ("mlp.1", "mlp.1")}, "named twice"),
         ({"drafts": ("skip",), "skip": ("attention.0", "attention.1", "mlp.0", "mlp.1")}, "leaves no draft"),

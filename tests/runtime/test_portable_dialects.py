@@ -22,7 +22,13 @@ def test_every_draft_gives_the_output_of_none(portable_bundles: Bundles, dialect
     bundle = portable_bundles[dialect]
     wanted = plain(bundle, precision).generate(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert wanted.stats.kv_bytes == 2 * 3 * 2 * 16 * ITEMSIZE[precision] * open_bundle(bundle).target.capacity
-    for draft in ("ngram", "self", "skip", "cousin", *(["int4"] if (dialect, precision) == ("standard", "fp16") else [])):
+    for draft in (
+        "ngram",
+        "self",
+        "skip",
+        "cousin",
+        *(["int4"] if (dialect, precision) == ("standard", "fp16") else []),
+    ):
         pipe = Pipeline(bundle, draft=draft, window=8, precision=precision)
         found = pipe.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
         assert_same(found, wanted)
@@ -87,7 +93,9 @@ def test_a_request_counts_the_bytes_of_all_its_passes(portable_bundles: Bundles)
     assert target_cache(pipe).dtype == np.float16
 
 
-@pytest.mark.parametrize(("dialect", "precision"), [("standard", "fp16"), ("decomposed", "fp16"), ("decomposed", "fp32")])
+@pytest.mark.parametrize(
+    ("dialect", "precision"), [("standard", "fp16"), ("decomposed", "fp16"), ("decomposed", "fp32")]
+)
 def test_a_batch_gives_what_requests_give_alone(portable_bundles: Bundles, dialect: str, precision: str) -> None:
     bundle = portable_bundles[dialect]
     alone = plain(bundle, precision)
