@@ -12,8 +12,9 @@ import kvrelay
 import pytest
 import tiny
 from hypothesis import settings
-from kvrelay_export import check
+from kvrelay_export import check, exporter
 from kvrelay_export.exporter import ExportOptions, export_bundle
+from traces import traced_once
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # No test may fail because the machine is busy.
@@ -135,3 +136,34 @@ def tied_bundle(export_tiny: ExportTiny) -> Path:
         for precision in ("fp32", "int4"):
             patch.setitem(check.LIMITS, precision, replace(check.LIMITS[precision], top1=0.5))
         return export_tiny(tiny.tied_model(), precisions=("fp32", "int4"), verify=VERIFY)
+
+
+@pytest.fixture(scope="session")
+def export_dialects(export_tiny: ExportTiny) -> ExportTiny:
+    """As ``export_tiny``, for several exports of one model: it is traced once."""
+
+    def export(model: PreTrainedModel, **options: Any) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exporter, "trace", traced_once)
+            return export_tiny(model, **options)
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def portable_bundles(export_dialects: ExportTiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The Llama of ``llama_bundle`` in `standard` and `decomposed`, with its layer-skipping draft and "cousin"."""
+    cousin = tiny.save_model(tmp_path_factory.mktemp("draft-models") / "cousin", tiny.cousin_of(tiny.target_model()))
+    precisions = {"standard": ("fp32", "fp16", "int4"), "decomposed": ("fp32", "fp16")}
+    return {
+        dialect: export_dialects(
+            tiny.target_model(),
+            dialect=dialect,
+            precisions=names,
+            drafts=("skip",),
+            skip=(SKIPPED,),
+            draft_models=(str(cousin),),
+            verify=((1, 2), (1, 8), (4, 8)),
+        )
+        for dialect, names in precisions.items()
+    }

@@ -1,8 +1,8 @@
 """Lower a program to the `decomposed` dialect: opset 17 alone, for TensorRT 10.3, which cannot update a cache in place.
 
-An engine reads the cache as far as ``write_index`` and gives the entries of its own pass, which the backend writes.
-Attention is two products, over the cache and over the pass, under one softmax: joining keys and values instead would
-copy the whole cache in every layer of every pass.
+An engine gives the entries of its own pass, which the backend writes to the cache. For reading it puts them into a copy
+of the cache, each at its own place: sums over keys then have one order wherever in a window a token sits, which `exact`
+needs. Keeping past and pass apart would save the copy and lose that.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Pass:
 
     cos: ir.Value  # [B, 1, S, D/2]
     sin: ir.Value
-    hide_past: ir.Value  # [B, 1, 1, Lmax], added to scores
-    hide_new: ir.Value  # [G*S, S], G query heads for each KV head
+    places: ir.Value  # [B, Hkv, S, 3]: where in the cache the entries of the pass belong
+    hide: ir.Value  # [B, 1, G*S, Lmax], added to scores; G query heads for each KV head
 
 
 class _Builder:
@@ -77,37 +77,39 @@ def _shared(graph: ir.Graph, node: ir.Node) -> _Pass:
     write_index = next(v for v in graph.inputs if v.name == contract.WRITE_INDEX)
     past, cos, sin = node.inputs[3], node.inputs[6], node.inputs[7]
     assert past is not None and past.shape is not None
-    group = node.attributes["heads"].as_int() // node.attributes["kv_heads"].as_int()
+    heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
     dtype = _dtype(past)
-    zero, hidden = add.scalar(0.0, dtype), add.scalar(_HIDDEN, dtype)
-    entries = constant(graph, "kvrelay.entries", np.arange(int(past.shape[2]), dtype=np.int64).reshape(1, 1, 1, -1))  # type: ignore[arg-type]
-    step = (constant(graph, f"kvrelay.scalar{i}", np.array(i, np.int64)) for i in (0, 1))
+    zero, one = (constant(graph, f"kvrelay.scalar{i}", np.array(i, np.int64)) for i in (0, 1))
+    entries = constant(graph, "kvrelay.entries", np.arange(int(past.shape[2]), dtype=np.int64))  # type: ignore[arg-type]
+    kv_head = constant(graph, "kvrelay.kv_heads", np.arange(kv_heads, dtype=np.int64).reshape(1, -1, 1, 1))
 
-    width = add("Squeeze", add("Shape", ids, start=1, end=2), add.ints(0))
-    begin, by = step
-    offsets = add("Range", begin, width, by)  # [S]
+    batch = add("Shape", ids, start=0, end=1)
+    width = add("Shape", ids, start=1, end=2)
+    offsets = add("Range", zero, add("Squeeze", width, add.ints(0)), one)
     positions = add("Add", add("Unsqueeze", write_index, add.ints(1)), offsets)  # [B, S]
-    rows = [add("Unsqueeze", add("Gather", table, positions), add.ints(1)) for table in (cos, sin)]
-    valid = add("Less", entries, add("Unsqueeze", write_index, add.ints(1, 2, 3)))  # [B, 1, 1, Lmax]
-    causal = add("LessOrEqual", offsets, add("Unsqueeze", offsets, add.ints(1)))  # [S, S]
-    hide_past = add("Where", valid, zero, hidden)
-    hide_new = add("Tile", add("Where", causal, zero, hidden), add.ints(group, 1))
+    cos_rows, sin_rows = (add("Unsqueeze", add("Gather", table, positions), add.ints(1)) for table in (cos, sin))
+    visible = add("LessOrEqual", entries, add("Unsqueeze", positions, add.ints(1, 3)))  # [B, 1, S, Lmax]
+    hide = add("Where", visible, add.scalar(0.0, dtype), add.scalar(_HIDDEN, dtype))
+    row = add("Range", zero, add("Squeeze", batch, add.ints(0)), one)
+    full = add("Concat", batch, add.ints(kv_heads), width, add.ints(1), axis=0)
+    axes = (add("Unsqueeze", row, add.ints(1, 2, 3)), kv_head, add("Unsqueeze", positions, add.ints(1, 3)))
+    places = add("Concat", *(add("Expand", axis, full) for axis in axes), axis=3)
+    if heads > kv_heads:
+        hide = add("Tile", hide, add.ints(1, 1, heads // kv_heads, 1))
     graph.insert_before(graph[0], add.nodes)
-    return _Pass(rows[0], rows[1], hide_past, hide_new)
+    return _Pass(cos_rows, sin_rows, places, hide)
 
 
 def _lower_attention(graph: ir.Graph, node: ir.Node, shared: _Pass) -> None:
     query, key, value, past_key, past_value, *_ = node.inputs
     heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
-    group = heads // kv_heads
     assert past_key is not None and past_key.shape is not None
-    capacity, head_dim = past_key.shape[2], past_key.shape[3]
-    assert isinstance(capacity, int) and isinstance(head_dim, int)
+    head_dim = past_key.shape[3]
+    assert isinstance(head_dim, int)
     add = _Builder(graph)
 
     def by_head(x: ir.Value | None, count: int) -> ir.Value:
-        split = add("Reshape", x, add.ints(0, 0, count, head_dim))
-        return add("Transpose", split, perm=[0, 2, 1, 3])
+        return add("Transpose", add("Reshape", x, add.ints(0, 0, count, head_dim)), perm=[0, 2, 1, 3])
 
     def rotated(x: ir.Value) -> ir.Value:
         first = add("Slice", x, add.ints(0), add.ints(head_dim // 2), add.ints(3))
@@ -116,20 +118,15 @@ def _lower_attention(graph: ir.Graph, node: ir.Node, shared: _Pass) -> None:
         right = add("Add", add("Mul", second, shared.cos), add("Mul", first, shared.sin))
         return add("Concat", left, right, axis=3)
 
-    # The query heads of one KV head stand below each other, so that its keys and values are read once for all.
-    scaled = add("Mul", rotated(by_head(query, heads)), add.scalar(node.attributes["scale"].as_float(), _dtype(query)))
-    stacked = add("Reshape", scaled, add.ints(0, kv_heads, -1, head_dim)) if group > 1 else scaled  # [B, Hkv, G*S, D]
     new_key, new_value = rotated(by_head(key, kv_heads)), by_head(value, kv_heads)
-
-    def scores(keys: ir.Value | None, hide: ir.Value) -> ir.Value:
-        return add("Add", add("MatMul", stacked, add("Transpose", keys, perm=[0, 1, 3, 2])), hide)
-
-    both = add("Concat", scores(past_key, shared.hide_past), scores(new_key, shared.hide_new), axis=3)
-    weights = add("Softmax", both, axis=-1)
-    on_past = add("Slice", weights, add.ints(0), add.ints(capacity), add.ints(3))
-    on_new = add("Slice", weights, add.ints(capacity), add.ints(2**31 - 1), add.ints(3))
-    out = add("Add", add("MatMul", on_past, past_value), add("MatMul", on_new, new_value))
-    unstacked = add("Reshape", out, add.ints(0, heads, -1, head_dim)) if group > 1 else out
+    keys = add("ScatterND", past_key, shared.places, new_key)
+    values = add("ScatterND", past_value, shared.places, new_value)
+    scaled = add("Mul", rotated(by_head(query, heads)), add.scalar(node.attributes["scale"].as_float(), _dtype(query)))
+    # The query heads of one KV head stand below each other, so that its keys and values are read once for all.
+    stacked = add("Reshape", scaled, add.ints(0, kv_heads, -1, head_dim)) if heads > kv_heads else scaled
+    scores = add("Add", add("MatMul", stacked, add("Transpose", keys, perm=[0, 1, 3, 2])), shared.hide)
+    out = add("MatMul", add("Softmax", scores, axis=-1), values)  # [B, Hkv, G*S, D]
+    unstacked = add("Reshape", out, add.ints(0, heads, -1, head_dim)) if heads > kv_heads else out
     joined = add("Reshape", add("Transpose", unstacked, perm=[0, 2, 1, 3]), add.ints(0, 0, heads * head_dim))
     layer = node.attributes["layer"].as_int()
     replace(node, add.nodes, [joined, new_key, new_value])

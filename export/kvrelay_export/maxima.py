@@ -7,6 +7,7 @@ sees an overflow. It is bounded instead by what torch computes in float32 over t
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class Maxima:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             return
         largest = float(tensor.abs().max())
-        if not largest <= self.values[layer]:  # a NaN is kept
+        if math.isnan(largest) or largest > self.values[layer]:  # nothing is over a NaN
             self.values[layer], self.places[layer] = largest, place
 
     def summary(self) -> str:

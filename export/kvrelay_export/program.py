@@ -231,7 +231,7 @@ def trace(model: PreTrainedModel, geometry: Geometry, shape: tuple[int, int] | N
             opset_version=23,
             dynamic_shapes=dynamic,
             input_names=contract.input_names(range(g.layers)),
-            output_names=contract.output_names(range(g.layers), "standard"),
+            output_names=contract.output_names(range(g.layers)),
             optimize=True,
         )
     assert exported is not None

@@ -76,6 +76,6 @@ def input_names(layers: Iterable[int]) -> list[str]:
     return [INPUT_IDS, WRITE_INDEX, LOGIT_ROWS, *past_names(layers)]
 
 
-def output_names(layers: Iterable[int], dialect: str) -> list[str]:
+def output_names(layers: Iterable[int], dialect: str = "standard") -> list[str]:
     """All output names of an engine of ``dialect`` in graph order."""
     return [LOGITS, *(present_names(layers) if updates_in_place(dialect) else new_names(layers))]

@@ -8,29 +8,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import pytest
 from kvrelay.bundle import open_bundle
 from kvrelay_export import exporter
 from kvrelay_export.check import check_engine
 from kvrelay_export.errors import CheckError, ExportError
 from kvrelay_export.exporter import ExportOptions, export_bundle
-from kvrelay_export.program import Geometry, trace
 from tiny import PADDED_VOCAB_SIZE, build_model, byte_tokenizer, save_model
 from tokenizers import Tokenizer
+from traces import traced_once
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Export = Callable[..., Path]
-_traces: dict[Any, ir.Model] = {}
-
-
-def traced_once(model: PreTrainedModel, geometry: Geometry, shape: tuple[int, int] | None) -> ir.Model:
-    """Trace, or hand out what an equal model gave before: programs are never changed."""
-    content = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values()))
-    key = (content.hexdigest(), geometry, shape)
-    if key not in _traces:
-        _traces[key] = trace(model, geometry, shape)
-    return _traces[key]
 
 
 @pytest.fixture
