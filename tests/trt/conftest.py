@@ -15,9 +15,9 @@ HEADS = {"hidden_size": 128, "head_dim": 32}  # fused attention in fp16 begins a
 
 
 @pytest.fixture(scope="session")
-def standard_bundle(export_tiny: Callable[..., Path]) -> Path:
+def standard_bundle(export_dialects: Callable[..., Path]) -> Path:
     """Every role of the dialect `standard` in every precision."""
-    return export_tiny(
+    return export_dialects(
         tiny.build_model("llama", **HEADS),
         dialect="standard",
         precisions=("fp16", "int8", "int4", "fp32"),
@@ -28,9 +28,9 @@ def standard_bundle(export_tiny: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def decomposed_bundle(export_tiny: Callable[..., Path]) -> Path:
+def decomposed_bundle(export_dialects: Callable[..., Path]) -> Path:
     """The dialect `decomposed` in fp16."""
-    return export_tiny(
+    return export_dialects(
         tiny.build_model("llama", **HEADS), dialect="decomposed", precisions=("fp16",), verify=VERIFY[:1]
     )
 
