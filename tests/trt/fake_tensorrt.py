@@ -286,7 +286,7 @@ class Context:
             target = past[name.replace("present_", "past_")] if name.startswith("present_") else arrays[name]
             _bind(binding.bind_output, name, target)
         engine.session.run_with_iobinding(binding)
-        for name in [n for n in arrays if n.startswith("new_")]:
+        for name in [n for n in arrays if n.startswith("new_") and engine.facts["append"]]:
             written = past[name.replace("new_", "past_")]
             for row, start in enumerate(starts):
                 arrays[name][row] = written[row, :, start : start + width]
