@@ -42,10 +42,6 @@ class Drafting:
         for drafter in self._drafters:
             drafter.end(row)
 
-    def swaps(self) -> list[Callable[[int, int, int], int]]:
-        """What exchanges two slots in the drafts' own caches."""
-        return [drafter.swap for drafter in self._drafters]
-
     def propose(
         self,
         rows: Sequence[Row],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ __all__ = ["Box", "Facts", "boxes", "exact_refusal", "exact_windows"]
 
 Progress = Callable[[str], None]
 _STEP_WIDTHS = (1, 2, 4)
+
+_telling = threading.local()  # .now: this thread is in a progress function
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,12 @@ class Box:
     Args:
         bundle: the bundle.
         threads: thread count of the process, None for the one in force.
-        progress: told what takes long.
+        progress: told what takes long; may use what is open, but open nothing.
         place: where the engines run.
         max_batch: most rows of a pass of an engine with a dynamic batch.
 
     Raises:
+        ParameterError: it is opened in a progress function.
         BackendMissingError: the backend is not installed.
         CudaError: a GPU is wanted and there is none.
     """
@@ -68,14 +73,20 @@ class Box:
         place: Place = HOST,
         max_batch: int = 1,
     ) -> None:
+        if getattr(_telling, "now", False):
+            # The cache's lock may be held, for which this one would wait for ever.
+            raise ParameterError(
+                f"{bundle.path} is opened in a progress function, while another bundle is being opened: "
+                "open it before or afterwards"
+            )
         self.bundle = bundle
         self.place = place
         self.threads = _threads(place, threads)
         self.identity = identity_of(place)
-        self._progress = progress
+        self._progress = partial(_tell, progress)
         self._cache: Path = cache_directory(bundle.path)
         self.findings = Findings(self._cache, (*self.identity.key(), str(self.threads)))
-        self._loader = Loader(bundle, place, self._cache, max_batch, progress)
+        self._loader = Loader(bundle, place, self._cache, max_batch, self._progress)
 
     def engine(self, entry: EngineEntry) -> LoadedEngine:
         """Return the loaded engine of ``entry``; one copy for all boxes of the process."""
@@ -280,6 +291,14 @@ def _threads(place: Place, threads: int | None) -> int:
     if threads is not None:
         raise ParameterError(f"threads={threads!r}: engines on {place} have no thread pool, leave it out")
     return 1
+
+
+def _tell(progress: Progress, line: str) -> None:
+    _telling.now = True
+    try:
+        progress(line)
+    finally:
+        _telling.now = False
 
 
 def exact_refusal(outside: Mapping[str, str | None], verify: list[EngineEntry]) -> str | None:

@@ -80,8 +80,9 @@ class Commits:
             self._stats.cancelled += 1
         else:
             self._stats.finished += 1
-        row.handle._end(text + row.request.stream.finish(), None)
+        text += row.request.stream.finish()
         self.open.pop(row)
+        row.handle._end(text, None)  # last: whoever waited finds nothing left of the request
 
     def fail(self, row: Row, error: Exception) -> None:
         """End a request with an error; what its slot holds is unknown and is cleared."""
@@ -91,8 +92,8 @@ class Commits:
         self._release(row, keep=False)
         self._stats.failed += 1
         wrapped = error if isinstance(error, KvrelayError) else EngineError(f"no memory for a pass: {error}")
-        row.handle._end("", wrapped)
         self.open.pop(row)
+        row.handle._end("", wrapped)
 
     def _release(self, row: Row, *, keep: bool) -> None:
         row.candidates.clear()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import threading
 from collections.abc import Callable, Iterator
 
+from .errors import EngineError
 from .intake import Result, result_of
+from .latch import Latch
 from .receipt import Receipt
 from .request import Request
 
@@ -18,12 +19,12 @@ class Handle:
     """One request in an engine. Any thread may use it."""
 
     def __init__(self, request: Request, wake: Callable[[], None], receipt: Callable[[], Receipt] | None) -> None:
-        self._request = request
-        # Until the end: a handle that is kept does not keep the engine and its memory.
+        # Until the end: a handle that is kept does not keep the engine and its memory, nor the sampler's arrays.
+        self._request: Request | None = request
         self._wake: Callable[[], None] | None = wake
         self._make_receipt = receipt
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._done = threading.Event()
+        self._done = Latch()
         self._error: Exception | None = None
         self._result: Result | None = None
 
@@ -58,26 +59,29 @@ class Handle:
 
     def cancel(self) -> None:
         """End the request after the pass at hand. A request that has ended stays as it is."""
-        self._request.cancelled.set()
-        wake = self._wake
-        if wake is not None:
+        request, wake = self._request, self._wake
+        if request is not None and wake is not None:
+            request.cancelled = True
             wake()
 
     @property
     def done(self) -> bool:
         """Whether the request has ended."""
-        return self._done.is_set()
+        return self._done.is_open
 
     def _push(self, text: str) -> None:
         self._pieces.put(text)
 
     def _end(self, text: str, error: Exception | None) -> None:
+        try:
+            if error is None and self._request is not None:
+                receipt = self._make_receipt() if self._make_receipt is not None else None
+                self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
+        except Exception as fault:  # costs this request, not the engine
+            error = EngineError(f"the request ended, but its result cannot be made: {type(fault).__name__}: {fault}")
         self._error = error
-        if error is None:
-            receipt = self._make_receipt() if self._make_receipt is not None else None
-            self._result = dataclasses.replace(result_of(self._request), receipt=receipt)
-        self._wake = self._make_receipt = None
+        self._request = self._wake = self._make_receipt = None
         if text:
             self._pieces.put(text)
-        self._done.set()  # first: whoever has read the stream to its end finds the request done
+        self._done.open()  # first: whoever has read the stream to its end finds the request done
         self._pieces.put(None)

@@ -77,6 +77,8 @@ class Intake:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not isinstance(s, str) or not s for s in stops):
             raise ParameterError(f"stop={stop!r}: strings of at least one character")
+        if any("\ud800" <= c <= "\udfff" for s in stops for c in s):
+            raise ParameterError(f"stop={stop!r}: holds half of a character: the text was not UTF-8")
         check_flag("ignore_eos", ignore_eos)
         tokens = self.tokenizer.encode(prompt)
         context = self._model.context

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -27,6 +28,17 @@ __all__ = ["Loader"]
 
 _loaded: WeakValueDictionary[tuple[str, str, str, Place], LoadedEngine] = WeakValueDictionary()
 _loading = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where an engine is loaded from."""
+
+    file: Path
+    sha256: str
+    load: Callable[[], LoadedEngine]
+    compiled: Callable[[], str] = str  # digest of what was compiled while it was loaded, empty if nothing was
+    notes: list[str] = field(default_factory=list)  # what is to be told about it, afterwards
 
 
 class Loader:
@@ -65,18 +77,31 @@ class Loader:
 
     def _load(self, entry: EngineEntry) -> tuple[LoadedEngine, str]:
         with _loading:
-            if entry.name not in self._engines:  # else whatever became of the files since
-                if (why := refusal(entry.dialect, self._place.backend, library_version(self._place))) is not None:
-                    raise EngineError(f"engine {entry.name}: {why}")
-                load = self._load_ort if self._place.backend == "onnxruntime" else self._load_plan
-                self._engines[entry.name] = load(entry)
-            return self._engines[entry.name]
+            if entry.name in self._engines:
+                return self._engines[entry.name]  # whatever became of the files since
+            if (why := refusal(entry.dialect, self._place.backend, library_version(self._place))) is not None:
+                raise EngineError(f"engine {entry.name}: {why}")
+            source = self._source(entry)
+            key = (str(source.file.resolve()), source.sha256, entry.name, self._place)
+            known = key in _loaded
+        if not known:
+            self._progress(f"loading {entry.name}")  # without the lock, which what it uses may need
+        with _loading:
+            engine = _loaded.get(key)
+            if engine is None:
+                engine = _loaded[key] = source.load()
+            self._engines[entry.name] = (engine, source.compiled() or source.sha256)
+        for note in source.notes:
+            self._progress(note)
+        return self._engines[entry.name]
 
-    def _load_ort(self, entry: EngineEntry) -> tuple[LoadedEngine, str]:
-        source = self._bundle.path / entry.file.path
+    def _source(self, entry: EngineEntry) -> _Source:
+        file, sha256 = self._bundle.path / entry.file.path, entry.file.sha256
+        if self._place.backend != "onnxruntime":
+            return self._plan(entry)
         if self._place.on_gpu:
-            return self._load_ort_on_gpu(entry, source)
-        file = prepare(source, entry.file.sha256, self._cache)
+            return self._session_on_gpu(entry, file)
+        file = prepare(file, sha256, self._cache)
 
         def load() -> LoadedEngine:
             try:
@@ -84,36 +109,30 @@ class Loader:
             except EngineError as error:
                 raise EngineError(f"{error}; if the box's cache is damaged, delete {file.parent}") from None
 
-        return self._once(file, entry, entry.file.sha256, load), entry.file.sha256
+        return _Source(file, sha256, load)
 
-    def _load_ort_on_gpu(self, entry: EngineEntry, file: Path) -> tuple[LoadedEngine, str]:
+    def _session_on_gpu(self, entry: EngineEntry, file: Path) -> _Source:
         from .ort.gpu import OrtGpu  # loads CUDA's bindings
 
+        notes: list[str] = []
         model = self._bundle.manifest.models[entry.model]
-        gpu = OrtGpu(self._place.providers, self._cache, model, self._max_batch, self._progress)
-        load = partial(OrtEngine, entry, file, prepared=False, gpu=gpu)
-        engine = self._once(file, entry, entry.file.sha256, load)
-        compiled = sorted(tensorrt_engine_folder(entry, self._cache).glob("*.engine"))
-        if "tensorrt" not in self._place.providers or not compiled:
-            return engine, entry.file.sha256
-        digest = hashlib.sha256()
-        for part in compiled:
-            digest.update(part.read_bytes())
-        return engine, digest.hexdigest()
+        gpu = OrtGpu(self._place.providers, self._cache, model, self._max_batch, notes.append)
 
-    def _load_plan(self, entry: EngineEntry) -> tuple[LoadedEngine, str]:
+        def compiled() -> str:
+            """Return the digest of what the TensorRT provider compiled, empty without one."""
+            parts = sorted(tensorrt_engine_folder(entry, self._cache).glob("*.engine"))
+            digest = hashlib.sha256()
+            for part in parts:
+                digest.update(part.read_bytes())
+            return digest.hexdigest() if parts and "tensorrt" in self._place.providers else ""
+
+        load = partial(OrtEngine, entry, file, prepared=False, gpu=gpu)
+        return _Source(file, entry.file.sha256, load, compiled, notes)
+
+    def _plan(self, entry: EngineEntry) -> _Source:
         from .trt.engine import TrtEngine  # loads CUDA's bindings
 
         backend = self._place.trt_backend
         plan = find_plan(self._bundle, entry, this_device(backend), self._max_batch)
         model = self._bundle.manifest.models[entry.model]
-        load = partial(TrtEngine, entry, model, plan, tensorrt(backend))
-        return self._once(plan.path, entry, plan.sha256, load), plan.sha256
-
-    def _once(self, file: Path, entry: EngineEntry, sha256: str, load: Callable[[], LoadedEngine]) -> LoadedEngine:
-        key = (str(file.resolve()), sha256, entry.name, self._place)
-        engine = _loaded.get(key)
-        if engine is None:
-            self._progress(f"loading {entry.name}")
-            engine = _loaded[key] = load()
-        return engine
+        return _Source(plan.path, plan.sha256, partial(TrtEngine, entry, model, plan, tensorrt(backend)))

@@ -51,7 +51,7 @@ def generate(
     yield request.advance_text()
     paused = time.perf_counter() - first_token  # time the caller keeps the text is not decoding time
     while request.finish_reason is None:
-        if request.cancelled.is_set():
+        if request.cancelled:
             request.finish_reason = "cancelled"
             break
         piece = _window(request, target, policy, trace)

@@ -71,7 +71,7 @@ class Stream:
 
     def cancel(self) -> None:
         """End the generation after the current window. Any thread may call this at any time."""
-        self._request.cancelled.set()
+        self._request.cancelled = True
 
     def close(self) -> None:
         """Give the slot back without finishing.
@@ -119,7 +119,7 @@ class Pipeline:
         draft_backend: of drafts with an engine, as ``backend``; None with ``draft_provider`` None for the target's.
         draft_provider: of drafts with an engine, as ``provider``. KV entries that a draft elsewhere lacks are copied
             to it, each once, and counted.
-        progress: told what takes long on first use.
+        progress: told what takes long on first use; may use what is open, but open nothing.
 
     Raises:
         KvrelayError: the bundle, a parameter or the box does not allow it; the message says which and what would.

@@ -7,13 +7,14 @@ import json
 import struct
 from dataclasses import asdict
 from importlib.metadata import version
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
 from .box import Box
-from .bundle import Bundle, file_sha256
+from .bundle import file_sha256
 from .errors import ParameterError
 from .manifest import EngineEntry, Strict
 from .request import Request
@@ -57,7 +58,7 @@ class Receipt(Strict):
     prompt_ids: list[int]
     options: dict[str, Any]  # as for Engine.submit
     finish_reason: str
-    tokens: int
+    tokens: int = Field(ge=0)
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")  # SHA-256 over ids and scores, bit for bit
 
     @field_validator("options")
@@ -67,23 +68,23 @@ class Receipt(Strict):
             raise ValueError(f"{odd[0]!r} is {'unknown' if odd[0] in options else 'missing'}")
         return options
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write the receipt as JSON.
 
         Raises:
             OSError: the file cannot be written.
         """
-        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def read_receipt(path: Path) -> Receipt:
+def read_receipt(path: str | PathLike[str]) -> Receipt:
     """Read a receipt.
 
     Raises:
         ParameterError: the file cannot be read, or is no receipt.
     """
     try:
-        return Receipt.model_validate_json(path.read_bytes())
+        return Receipt.model_validate_json(Path(path).read_bytes())
     except OSError as error:
         raise ParameterError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
@@ -112,11 +113,11 @@ def conditions_of(box: Box, precision: str, engines: list[EngineEntry], windows:
 
 
 def receipt_of(
-    request: Request, *, bundle: Bundle, conditions: Conditions, group: int, window: int, options: dict[str, Any]
+    request: Request, *, folder: str, conditions: Conditions, group: int, window: int, options: dict[str, Any]
 ) -> Receipt:
-    """Return the receipt of a request that has ended."""
+    """Return the receipt of a request that has ended; ``folder`` is the bundle's, wherever the process stands."""
     return Receipt(
-        bundle=str(bundle.path.resolve()),
+        bundle=folder,
         conditions=conditions,
         group=group,
         window=window,

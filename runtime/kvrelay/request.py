@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +35,7 @@ class Request:
     scores: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stats: Stats = field(default_factory=Stats)
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: bool = False  # set by any thread, and by signal handlers
     _scratch: np.ndarray | None = field(init=False, default=None)  # made when it is needed: many requests only wait
 
     def __post_init__(self) -> None:

@@ -250,7 +250,8 @@ def _nucleus(scaled: npt.NDArray[np.float64], kept: npt.NDArray[np.int64] | None
     """Ids of the smallest set of most likely tokens whose probabilities reach ``mass``."""
     ids = np.arange(len(scaled)) if kept is None else kept
     values = scaled if kept is None else scaled[kept]
-    total = float(np.exp(values.astype(np.float32)).sum(dtype=np.float64))
+    with np.errstate(over="ignore"):  # a tiny temperature leaves the leader alone
+        total = float(np.exp(values.astype(np.float32)).sum(dtype=np.float64))
     # Tokens near the leader are nearly always enough: the tail of a vocabulary weighs next to nothing.
     for limit in (-10.0, -math.inf):
         near = np.flatnonzero(values >= limit)

@@ -8,6 +8,9 @@ entries. At a mismatch everything behind it is dropped and decoded again (decode
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import threading
 import time
 from collections import deque
@@ -17,6 +20,7 @@ from .batch_target import BatchTarget
 from .commits import Commits
 from .errors import EngineError, KvrelayError
 from .faults import Injector
+from .latch import Latch
 from .replays import Replays
 from .slots import Row, Slots
 from .stats import EngineStats
@@ -54,9 +58,14 @@ class Scheduler:
         self._replays = Replays(target, slots, self._commits, injector, self.stats)
         self._steps = Steps(target, drafting, self._commits, self._replays, self.stats, in_class=in_class)
         self._waiting: deque[Row] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
+        # No lock between the loop and its callers: one of them may be a signal handler, or a finaliser that the garbage
+        # collector runs, in the middle of another's call, and close() waits there for the loop.
+        self._arrived: queue.SimpleQueue[Row | None] = queue.SimpleQueue()  # None: look again
+        self._closing = False  # asked to end
+        self._over = False  # what arrives now is not looked at
+        self._stopped = Latch()  # every request has ended
         self._broken: KvrelayError | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvrelay-engine", daemon=True)
         self._thread.start()
 
@@ -66,30 +75,50 @@ class Scheduler:
         """Queue a row; rows are admitted in this order.
 
         Raises:
-            EngineError: the engine was closed, or broke.
+            EngineError: the engine was closed, or broke, or runs in the process that this one was forked from.
         """
-        with self._wake:
-            if self._broken is not None:
-                raise EngineError(f"this engine stopped: {self._broken}; make a new one")
-            if self._closing:
-                raise EngineError("this engine is closed: make a new one")
-            self._waiting.append(row)
-            self._commits.open[row] = None
-            self.stats.submitted += 1
-            self._wake.notify()
+        if self._forked:
+            raise EngineError(
+                f"this engine runs in process {self._process}; this is {os.getpid()}, forked from it: make an engine "
+                'in the process that uses it, and start that one with the method "spawn"'
+            )
+        if not self._closing and self._broken is None:
+            self._arrived.put(row)
+            if not self._over:
+                return
+            # The loop ended meanwhile: it took the row and ended it, or never will.
+            if self._wait_for_the_end() and row.handle.done:
+                return
+        if self._broken is not None:
+            raise EngineError(f"this engine stopped: {self._broken}; make a new one")
+        raise EngineError("this engine is closed: make a new one")
 
     def wake(self) -> None:
         """Let the loop look at its rows again."""
-        with self._wake:
-            self._wake.notify()
+        self._arrived.put(None)
 
     def close(self) -> None:
-        """Cancel every request and end the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        """Cancel every request and end the thread; every call returns when that is done.
+
+        On the loop's own thread, where the garbage collector may call this, and in a forked process, which has no loop,
+        nothing is waited for.
+        """
+        self._closing = True
+        self.wake()
+        self._wait_for_the_end()
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def _wait_for_the_end(self) -> bool:
+        """Wait until the loop has ended; False where it never would."""
+        if self._forked or threading.current_thread() is self._thread:
+            return False
+        # First: join() takes a thread for ended once Ctrl-C has interrupted it (Python up to 3.12).
+        self._stopped.wait()
+        self._thread.join()
+        return True
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -98,19 +127,19 @@ class Scheduler:
             while self._turn():
                 pass
         except BaseException as error:  # a fault of this program: no request may wait for ever
-            with self._wake:
-                self._broken = EngineError(f"{type(error).__name__}: {error}")
-            self._end_all(self._broken)
+            self._broken = EngineError(f"{type(error).__name__}: {error}")
             raise
-        self._end_all(None)
+        finally:
+            try:
+                self._end_all(self._broken)
+            finally:
+                self._stopped.open()
 
     def _turn(self) -> bool:
         """Admit, prefill one chunk, advance every active row; False when the engine is closing."""
-        with self._wake:
-            while not (self._closing or self._waiting or self._slots.occupied):
-                self._wake.wait()
-            if self._closing:
-                return False
+        self._receive(wait=not (self._waiting or self._slots.occupied))
+        if self._closing:
+            return False
         started = time.perf_counter()
         self._drop_cancelled()
         self._admit()
@@ -125,26 +154,36 @@ class Scheduler:
         self.stats.seconds += time.perf_counter() - started
         return True
 
+    def _receive(self, *, wait: bool) -> None:
+        """Take in what arrived; with ``wait``, wait until something does."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                row = self._arrived.get(block=wait)
+                wait = False
+                if row is not None:
+                    self._waiting.append(row)
+                    self._commits.open[row] = None
+                    self.stats.submitted += 1
+
     def _end_all(self, error: KvrelayError | None) -> None:
-        with self._wake:
-            rows = list(self._commits.open)
-            self._waiting.clear()
-        for row in rows:
-            if error is None:
-                row.request.finish_reason = "cancelled"
-                self._commits.finish(row)
-                continue
+        self._over = True  # before the last look: submit() looks here after it has put a row
+        self._receive(wait=False)
+        self._waiting.clear()
+        for row in list(self._commits.open):
             try:
-                self._commits.fail(row, error)
-            except Exception:  # by the same fault, perhaps
-                row.handle._end("", error)
+                if error is None:
+                    row.request.finish_reason = "cancelled"
+                    self._commits.finish(row)
+                else:
+                    self._commits.fail(row, error)
+            except Exception as fault:  # in a broken engine by the same fault, perhaps: the others must end too
+                row.handle._end("", error or EngineError(f"{type(fault).__name__}: {fault}"))
 
     def _drop_cancelled(self) -> None:
-        with self._wake:
-            dropped = [r for r in self._waiting if r.request.cancelled.is_set()]
-            for row in dropped:
-                self._waiting.remove(row)
-        for row in (*dropped, *(r for r in self._slots.occupied if r.request.cancelled.is_set())):
+        dropped = [r for r in self._waiting if r.request.cancelled]
+        for row in dropped:
+            self._waiting.remove(row)
+        for row in (*dropped, *(r for r in self._slots.occupied if r.request.cancelled)):
             row.request.finish_reason = "cancelled"
             self._commits.finish(row)
 
@@ -152,12 +191,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give the request that waited longest a slot, if there is one and no other prompt is being processed."""
-        if self._slots.prefilling is not None or not self._slots.free:
+        if self._slots.prefilling is not None or not self._slots.free or not self._waiting:
             return
-        with self._wake:
-            if not self._waiting:
-                return
-            row = self._waiting.popleft()
+        row = self._waiting.popleft()
         self._slots.take(row, reuse=self._target.reuses_prefixes, canonical=row.deterministic)
         self.stats.reused_tokens += row.request.stats.reused_tokens
 

@@ -53,7 +53,7 @@ class Engine:
         provider: see there.
         draft_backend: see there.
         draft_provider: see there.
-        progress: told what takes long on first use.
+        progress: told what takes long on first use; may use what is open, but open nothing.
 
     Raises:
         KvrelayError: the bundle, a parameter or the box does not allow it; the message says which and what would.
@@ -85,6 +85,7 @@ class Engine:
         place = place_of(backend, provider)
         draft_place = draft_place_of(place, draft_backend, draft_provider)
         self._bundle = open_bundle(bundle)
+        self._folder = str(self._bundle.path.resolve())  # now: the process may change its working directory
         self.precision = one_of("precision", precision, self._bundle.precisions())
         self.max_batch, self.window, self.group = int(max_batch), int(window), int(group)
         self.drafts = check_draft(self._bundle, self.precision, draft)
@@ -120,8 +121,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._target, slots, drafting, injector, in_class=None if in_class is None else bool(in_class)
         )
-        # Also when the engine is dropped without close(), and before the interpreter ends.
-        self._closer = weakref.finalize(self, self._scheduler.close)
+        # When the engine is dropped without close(), and before the interpreter ends.
+        weakref.finalize(self, self._scheduler.close)
 
     def submit(
         self,
@@ -161,7 +162,7 @@ class Engine:
             ParameterError: a parameter is out of range.
             PromptError: the prompt is empty, or does not fit the context.
             ExactnessError: ``deterministic`` cannot be kept on this box; says what differed.
-            EngineError: the engine is closed.
+            EngineError: the engine is closed, or was made before this process was forked.
         """
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -184,7 +185,7 @@ class Engine:
             receipt = partial(
                 receipt_of,
                 request,
-                bundle=self._bundle,
+                folder=self._folder,
                 conditions=self._conditions,
                 group=self.group,
                 window=self.window,
@@ -218,8 +219,11 @@ class Engine:
         return dataclasses.replace(self._scheduler.stats)
 
     def close(self) -> None:
-        """End every request that has not ended, as cancelled, and give the memory back."""
-        self._closer()
+        """End every request that has not ended, as cancelled, and give the memory back.
+
+        Every call returns when the engine has stopped, a second one and one in a signal handler too.
+        """
+        self._scheduler.close()
 
     def __enter__(self) -> Engine:
         return self

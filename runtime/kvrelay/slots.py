@@ -96,7 +96,9 @@ class Slots:
         return row.fed if row is not None else len(self.kept[slot].tokens)
 
     def take(self, row: Row, *, reuse: bool, canonical: bool) -> None:
-        """Give ``row`` the free slot that holds the longest beginning of its prompt, the lowest if none does.
+        """Give ``row`` the free slot that holds the longest beginning of its prompt.
+
+        Of equals the one that keeps the fewest tokens, whose loss costs least; then the lowest.
 
         Args:
             row: the row; its request's ``kv_length`` becomes what the slot already holds of the prompt.

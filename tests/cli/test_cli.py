@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 
-def kvrelay(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+def kvrelay(*args: object, close_stdout: bool = False, **kwargs: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from kvrelay.cli import main; main()", *map(str, args)]
+    if close_stdout:
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **kwargs)  # type: ignore[call-overload,no-any-return]
 
 
@@ -140,6 +142,15 @@ def test_closed_and_full_and_narrow_streams_give_no_traceback(llama_bundle: Path
     narrow = shell(run, PYTHONIOENCODING="ascii")
     assert narrow.returncode == 0, narrow.stderr
     assert len(narrow.stdout) > 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["run BUNDLE hello", "chat BUNDLE", "replay receipt.json", "check", "inspect BUNDLE --json", "bench BUNDLE"],
+)
+def test_a_closed_standard_output_is_one_line(llama_bundle: Path, arguments: str) -> None:
+    args = [str(llama_bundle) if word == "BUNDLE" else word for word in arguments.split()]
+    assert_one_clear_line(kvrelay(*args, close_stdout=True, input="hello"), "standard output, which is closed: open it")
 
 
 def test_a_prompt_longer_than_the_context_names_both(llama_bundle: Path) -> None:

@@ -95,6 +95,9 @@ def test_standard_input_chat_and_deterministic_for_all(llama_bundle: Path, tmp_p
         ("{}", ["line 2", "no prompt"]),
         ('{"prompt": "x", "max_tokens": 3}', ["line 2", "unknown key 'max_tokens'", "max_new_tokens"]),
         ('{"prompt": "x", "id": [1]}', ["line 2", "id is [1]"]),
+        ('{"prompt": "x", "id": -1e999}', ["line 2", "id is -inf", "finite"]),
+        ('{"prompt": "x", "id": 1, "id": 2}', ["line 2", "key 'id' is given more than once"]),
+        ('{"prompt": [{"role": "user", "content": "a", "content": "b"}]}', ["line 2", "'content'", "more than once"]),
         ('{"prompt": 5}', ["line 2", "type int"]),
         ('{"prompt": [1, "a"]}', ["line 2", "prompt[1]"]),
         ('{"prompt": [100000]}', ["line 2", "prompt[0] is 100000"]),
@@ -105,6 +108,7 @@ def test_standard_input_chat_and_deterministic_for_all(llama_bundle: Path, tmp_p
         ('{"prompt": "x", "max_new_tokens": 1.5}', ["line 2", "max_new_tokens=1.5"]),
         ('{"prompt": "x", "deterministic": "yes"}', ["line 2", "deterministic='yes'"]),
         ('{"prompt": "x", "stop": null}', ["line 2", "stop=None"]),
+        ('{"prompt": "x", "stop": "\\ud800"}', ["line 2", "half of a character"]),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_run(
@@ -138,6 +142,21 @@ def test_files_and_options_that_cannot_be_are_one_line(llama_bundle: Path, tmp_p
     assert_one_clear_line(run(llama_bundle, good, *GROUP, "--receipts", good), "--receipts", "exists")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     assert_one_clear_line(run(llama_bundle, tmp_path / "bytes.jsonl"), "line 1", "utf-8")
+
+
+def test_a_lines_own_mark_is_checked_also_where_all_are_marked(llama_bundle: Path, tmp_path: Path) -> None:
+    requests = write(tmp_path, {"prompt": "x"}, {"prompt": "x", "deterministic": "no"})
+    done = kvrelay("batch", llama_bundle, requests, *GROUP, "--deterministic")
+    assert_one_clear_line(done, "line 2", "deterministic='no': true or false")
+
+
+def test_lines_for_a_closed_standard_output_are_refused_and_a_file_is_not(llama_bundle: Path, tmp_path: Path) -> None:
+    requests, output = write(tmp_path, {"prompt": "x", "max_new_tokens": 2}), tmp_path / "out.jsonl"
+    batch = ("batch", llama_bundle, requests, *GROUP)
+    assert_one_clear_line(kvrelay(*batch, close_stdout=True), "standard output, which is closed", "--output FILE")
+    done = kvrelay(*batch, "--output", output, close_stdout=True)
+    assert done.returncode == 0, done.stderr
+    assert set(by_index(output.read_text())) == {0}
 
 
 def test_a_precision_that_cannot_be_deterministic_says_so_for_the_line(variants_bundle: Path, tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_a_cancelled_output_is_compared_as_far_as_it_came(receipt: Path, tmp_pat
         (lambda r: r.pop("digest"), ["digest", "required"]),
         (lambda r: r.update(digest="abc"), ["digest"]),
         (lambda r: r.update(schema_version=2), ["schema_version"]),
+        (lambda r: r.update(tokens=-3, finish_reason="cancelled"), ["is not a receipt", "tokens"]),
         (lambda r: r.update(surprise=1), ["surprise"]),
         (lambda r: r["options"].update(exec="x"), ["options", "'exec' is unknown"]),
         (lambda r: r["options"].pop("seed"), ["options", "'seed' is missing"]),

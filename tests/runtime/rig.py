@@ -198,7 +198,7 @@ class Stepped:
     def busy(self) -> bool:
         """Whether there is anything to do."""
         scheduler = self._scheduler
-        return bool(scheduler._waiting or scheduler._slots.occupied)
+        return bool(scheduler._waiting or scheduler._slots.occupied or not scheduler._arrived.empty())
 
     def turn(self, times: int = 1) -> None:
         """Take turns, as long as there is anything to do."""

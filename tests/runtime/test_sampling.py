@@ -182,9 +182,11 @@ def test_logits_that_are_no_numbers_are_an_error_and_never_token_0(temperature: 
 
 
 def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
-    for temperature in (1e-6, 1e-300):
-        with np.errstate(all="raise", under="ignore"):
-            assert Sampler(SamplingParams(temperature=temperature), 3, 8, []).pick(LOGITS, 4) == 0
+    for temperature in (1e-6, 1e-40, 1e-300):
+        for filters in ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
+            with np.errstate(all="raise", under="ignore"):
+                params = SamplingParams(temperature=temperature, **filters)
+                assert Sampler(params, 3, 8, []).pick(LOGITS, 4) == 0
 
 
 @given(rows)

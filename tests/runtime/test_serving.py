@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvrelay import Engine, EngineError, Handle, KvrelayError, ParameterError, Pipeline, PromptError
+from kvrelay import Engine, EngineError, Handle, KvrelayError, ParameterError, Pipeline, PromptError, read_receipt
 from rig import PROMPT, SAMPLED, Solo, Stepped, assert_idle, assert_same, read_all
 
 LONG: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True}
@@ -82,7 +82,8 @@ def test_text_is_streamed_before_the_end(stepped: Stepped, solo: Solo) -> None:
 
 def test_a_deterministic_request_streams_only_what_was_verified(stepped: Stepped, solo: Solo) -> None:
     handle = stepped.engine.submit(PROMPT, deterministic=True, **LONG)
-    (row,) = [*stepped.engine._scheduler._waiting]
+    stepped.turn()
+    (row,) = stepped.engine._scheduler._commits.open
     candidates = 0
     while stepped.busy:
         stepped.turn()
@@ -239,6 +240,19 @@ def test_an_engine_that_is_dropped_ends_its_thread(batch_bundle: Path, determini
     assert handle.result().finish_reason == "length"
 
 
+def test_a_handle_that_is_kept_keeps_nothing_of_the_vocabularys_size(stepped: Stepped) -> None:
+    handle = stepped.engine.submit(PROMPT, deterministic=True, max_new_tokens=9, repetition_penalty=1.1)
+    stepped.turn()
+    (row,) = stepped.engine._scheduler._commits.open
+    sampler = weakref.ref(row.request.sampler)
+    del row
+    stepped.drain()
+    gc.collect()
+    assert sampler() is None
+    handle.cancel()
+    assert len(handle.result().token_ids) == 9
+
+
 def test_a_closed_engine_gives_its_memory_back(batch_bundle: Path) -> None:
     engine = Engine(batch_bundle, max_batch=2)
     handle = engine.submit(PROMPT, max_new_tokens=5)
@@ -335,6 +349,7 @@ def test_an_engine_option_that_does_not_fit_is_refused(
         ({"seed": -1}, "seed=-1: a whole number"),
         ({"stop": [""]}, "at least one character"),
         ({"stop": 3}, "stop=3"),
+        ({"stop": ["a\ud800"]}, "half of a character"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes': True or False"),
         ({"deterministic": "yes"}, "deterministic='yes': True or False"),
     ],
@@ -381,3 +396,48 @@ def test_the_receipt_names_stop_strings_given_in_any_form(engine: Engine, solo: 
         found = engine.submit(PROMPT, deterministic=True, stop=form, **LONG).result(60)
         assert found.finish_reason == "stop"
         assert found.receipt is not None and found.receipt.options["stop"] == [stop]
+
+
+def test_a_receipt_names_the_bundles_folder_wherever_the_process_stands(
+    batch_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(batch_bundle.parent)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    with Engine(batch_bundle.name, max_batch=2) as engine:
+        for folder in (tmp_path, gone):
+            monkeypatch.chdir(folder)
+            if folder is gone:
+                gone.rmdir()
+            receipt = engine.submit(PROMPT, deterministic=True, max_new_tokens=3).result(60).receipt
+            assert receipt is not None and Path(receipt.bundle) == batch_bundle.resolve()
+
+
+def test_a_receipt_is_saved_and_read_under_a_name_or_a_path(engine: Engine, tmp_path: Path) -> None:
+    receipt = engine.submit(PROMPT, deterministic=True, max_new_tokens=3).result(60).receipt
+    assert receipt is not None
+    for path in (str(tmp_path / "name.json"), tmp_path / "path.json"):
+        receipt.save(path)
+        assert read_receipt(path) == receipt
+
+
+@pytest.mark.parametrize("moment", ["loading", "first use"])
+def test_a_progress_function_may_use_what_is_open_and_is_refused_to_open_a_bundle(
+    batch_bundle: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    pipe = Pipeline(batch_bundle, draft="none")
+    stream = pipe.stream(PROMPT, max_new_tokens=9, ignore_eos=True)
+    next(stream)  # its lane is taken: another generation makes one
+    told: list[str] = []
+
+    def progress(line: str) -> None:
+        told.append(line)
+        if line.startswith(moment):
+            assert pipe.generate(PROMPT, max_new_tokens=2).token_ids
+            assert engine.submit(PROMPT, max_new_tokens=2).result(60).token_ids
+            Engine(batch_bundle)
+
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    with pytest.raises(ParameterError, match=r"is opened in a progress function.*before or afterwards"):
+        Engine(batch_bundle, progress=progress)
+    assert told[-1].startswith(moment)

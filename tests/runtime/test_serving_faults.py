@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvrelay import Engine, EngineError, Faults, Handle, KvrelayError, ParameterError, Result, commits
+from kvrelay import Engine, EngineError, Faults, Handle, KvrelayError, ParameterError, Result, commits, serving
 from kvrelay.batch_drafting import Drafting
 from kvrelay.batch_target import BatchTarget
+from kvrelay.commits import Commits
 from kvrelay.kv import KVCache
 from kvrelay.slots import Slots
 from rig import (
     PROMPT,
     SAMPLED,
     Solo,
+    Stepped,
     assert_counted,
     assert_idle,
     assert_same,
@@ -221,3 +223,36 @@ def test_a_fault_in_the_loop_ends_every_request_with_an_error(
     with pytest.raises(EngineError, match="this engine stopped: RuntimeError: mine; make a new one"):
         engine.submit(PROMPT)
     engine.close()
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, KvrelayError])
+def test_a_receipt_that_cannot_be_made_fails_its_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise kind("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "receipt_of", broken)
+        bad = engine.submit(PROMPT, deterministic=True, max_new_tokens=3)
+    for ask in (bad.result, lambda: list(bad.stream())):
+        with pytest.raises(EngineError, match=f"its result cannot be made: {kind.__name__}: mine"):
+            ask()
+    assert engine.submit(PROMPT, deterministic=True, max_new_tokens=3).result(60).receipt is not None
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Commits, "finish"), (Slots, "leave"), (Drafting, "end")])
+def test_closing_ends_every_handle_also_where_ending_a_row_fails(
+    tied_bundle: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("mine")
+
+    with Stepped(Engine(tied_bundle, window=4, group=2, max_batch=3)) as stepped:
+        handles = [stepped.engine.submit(p, deterministic=True, **{**o, "max_new_tokens": 200}) for p, o in ASKS[:5]]
+        stepped.turn(8)
+        monkeypatch.setattr(owner, name, broken)
+        monkeypatch.setattr(stepped, "_turn", lambda: False)  # as in a loop that closes
+    assert all(handle.done for handle in handles)
+    errors = [end for end in map(outcome, handles) if isinstance(end, KvrelayError)]
+    assert errors and all("RuntimeError: mine" in str(error) for error in errors)

@@ -55,6 +55,8 @@ def batch(
     Python API's Engine.submit. All lines are checked before any is run.
     """
     console = Console(stderr=True)
+    if output is None:
+        o.require_output("--output FILE")
     read = read_requests(requests, chat=chat, deterministic=deterministic)
     if receipts is not None:
         try:
@@ -172,7 +174,7 @@ class _Run:
 
 
 def _print_line(value: Any) -> None:
-    print(json.dumps(value), flush=True)
+    print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def _line(end: _End) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def bench(
 
     Output length is fixed (end-of-sequence ids are ignored), so every case does the same work.
     """
+    o.require_output()
     if rounds < 1:
         raise ParameterError(f"--rounds {rounds}: at least 1")
     if max_new_tokens < 2:

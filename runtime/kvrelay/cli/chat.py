@@ -36,6 +36,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
     """Chat; an empty line or Ctrl-D ends it, Ctrl-C stops an answer. Earlier turns stay in the KV cache."""
+    o.require_output()
     console = Console(stderr=True)
     pipeline = o.open_pipeline(
         bundle,

@@ -39,6 +39,7 @@ def check(
 
     What is found is stored in the box's cache. A finding is no failure: the exit code is 0.
     """
+    o.require_output()
     console = output_console()
     if bundle is None:
         report = box_report()

@@ -26,6 +26,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Show a bundle's engines, shapes, sizes, hashes and KV bytes, after checking every file."""
+    o.require_output()
     opened = open_bundle(bundle)
     manifest = opened.manifest
     if as_json:

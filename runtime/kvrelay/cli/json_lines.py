@@ -35,7 +35,7 @@ def json_lines_file(option: str, path: Path) -> Iterator[Callable[[Any], None]]:
     if path.exists() and not path.is_file():
         # A device or a pipe is written to: to rename a file over /dev/null would take it from everybody.
         with open(path, "w", encoding="utf-8") as handle:
-            yield lambda value: print(json.dumps(value), file=handle, flush=True)
+            yield lambda value: print(json.dumps(value, allow_nan=False), file=handle, flush=True)
         return
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -44,7 +44,7 @@ def json_lines_file(option: str, path: Path) -> Iterator[Callable[[Any], None]]:
         raise ParameterError(f"{option} {path}: {error.strerror or error}") from None
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            yield lambda value: print(json.dumps(value), file=handle)
+            yield lambda value: print(json.dumps(value, allow_nan=False), file=handle)
         os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:

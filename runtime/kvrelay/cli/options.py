@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..errors import ParameterError
 from ..pipeline import Pipeline
 from ..place import BACKENDS
 
@@ -38,6 +40,7 @@ __all__ = [
     "Window",
     "open_pipeline",
     "opening",
+    "require_output",
 ]
 
 Bundle = Annotated[Path, typer.Argument(help="Bundle folder, as `kvrelay export` writes it.")]
@@ -64,6 +67,20 @@ PresencePenalty = Annotated[float, typer.Option(help="Subtract once for earlier 
 Seed = Annotated[int | None, typer.Option(help="Seed of sampling; default: drawn and shown.")]
 Stop = Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")]
+
+
+def require_output(instead: str | None = None) -> None:
+    """Refuse to work for a standard output that was closed: what is printed there is lost without an error.
+
+    Args:
+        instead: option that names a file to write to.
+
+    Raises:
+        ParameterError: it is closed.
+    """
+    if sys.stdout is None:
+        way_out = "open it" if instead is None else f"open it, or name a file with {instead}"
+        raise ParameterError(f"the output is to be written to standard output, which is closed: {way_out}")
 
 
 def open_pipeline(

@@ -22,6 +22,7 @@ def replay(
     bundle: Annotated[Path | None, typer.Option(help="Bundle folder; default: the receipt's.")] = None,
 ) -> None:
     """Run a receipt's request again and compare the output bit for bit; exit code 1 if it differs."""
+    o.require_output()
     wanted = read_receipt(receipt)
     folder = bundle or Path(wanted.bundle)
     if bundle is None and not folder.is_dir():

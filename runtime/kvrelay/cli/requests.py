@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class BatchRequest:
     where: str  # file and line, for errors
     id: Scalar
     prompt: Any
-    deterministic: Any
+    deterministic: bool
     options: dict[str, Any]
 
 
@@ -82,8 +83,18 @@ def _parse(line: bytes, where: str, *, chat: bool, deterministic: bool) -> Batch
     def refuse_constant(name: str) -> None:
         raise ValueError(f"{name} is no JSON number")
 
+    def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ParameterError(f"{where}: key {key!r} is given more than once")
+            found[key] = value
+        return found
+
     try:
-        data = json.loads(line.decode("utf-8-sig"), parse_constant=refuse_constant)
+        data = json.loads(line.decode("utf-8-sig"), parse_constant=refuse_constant, object_pairs_hook=each_key_once)
+    except ParameterError:
+        raise
     except (ValueError, RecursionError) as error:  # also text that is not UTF-8
         raise ParameterError(f"{where}: not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -93,13 +104,17 @@ def _parse(line: bytes, where: str, *, chat: bool, deterministic: bool) -> Batch
         raise ParameterError(f"{where}: unknown key {unknown[0]!r}; a request has {', '.join(_KEYS)}")
     if "prompt" not in data:
         raise ParameterError(f"{where}: no prompt")
-    if not isinstance(data.get("id"), Scalar):
-        raise ParameterError(f"{where}: id is {data['id']!r}: text, a number, true, false or null")
+    name = data.get("id")
+    if not isinstance(name, Scalar) or (isinstance(name, float) and not math.isfinite(name)):
+        raise ParameterError(f"{where}: id is {name!r}: text, a finite number, true, false or null")
+    own = data.get("deterministic", False)
+    if not isinstance(own, bool):
+        raise ParameterError(f"{where}: deterministic={own!r}: true or false")
     prompt = data["prompt"]
     return BatchRequest(
         where=where,
-        id=data.get("id"),
+        id=name,
         prompt=[{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt,
-        deterministic=deterministic or data.get("deterministic", False),
+        deterministic=deterministic or own,
         options={key: data[key] for key in OPTIONS if key in data},
     )

@@ -50,6 +50,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No statistics.")] = False,
 ) -> None:
     """Run one prompt and stream the answer; statistics go to standard error."""
+    o.require_output()
     console = Console(stderr=True)
     text = _standard_input() if prompt == "-" else prompt
     if raw and system is not None:
