@@ -261,14 +261,6 @@ class Box:
         }
 
 
-def _tell(progress: Progress, line: str) -> None:
-    _telling.now = True
-    try:
-        progress(line)
-    finally:
-        _telling.now = False
-
-
 def boxes(
     bundle: Bundle, threads: int | None, progress: Progress, place: Place, draft_place: Place, max_batch: int = 1
 ) -> tuple[Box, Box]:
@@ -299,6 +291,14 @@ def _threads(place: Place, threads: int | None) -> int:
     if threads is not None:
         raise ParameterError(f"threads={threads!r}: engines on {place} have no thread pool, leave it out")
     return 1
+
+
+def _tell(progress: Progress, line: str) -> None:
+    _telling.now = True
+    try:
+        progress(line)
+    finally:
+        _telling.now = False
 
 
 def exact_refusal(outside: Mapping[str, str | None], verify: list[EngineEntry]) -> str | None:

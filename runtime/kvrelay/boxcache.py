@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -130,18 +131,16 @@ def publish_bytes(path: Path, content: bytes | memoryview) -> None:
     Raises:
         CacheDirectoryError: the folder cannot be written, or is full.
     """
-    name = None
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}{PART}")
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=PART)
-        with os.fdopen(descriptor, "wb") as handle:
+        with open(part, "wb") as handle:
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException as error:
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
+        with contextlib.suppress(OSError):
+            part.unlink()
         if isinstance(error, OSError):
             raise CacheDirectoryError(
                 f"cannot write {path}: {error.strerror or error}; "

@@ -45,12 +45,16 @@ class _HostEntries:
 
     def __init__(self, names: Sequence[str], shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
         self.tensors = {name: aligned_zeros(shape, dtype) for name in names}
+        self._heads, self._dim, self._dtype = shape[1], shape[3], dtype
 
     def address(self, name: str, slot: int) -> int:
         return int(self.tensors[name][slot].ctypes.data)
 
     def read(self, names: Sequence[str], slot: int, start: int, end: int) -> npt.NDArray[Any]:
-        return np.stack([self.tensors[name][slot, :, start:end] for name in names])
+        found = np.empty((len(names), self._heads, end - start, self._dim), self._dtype)
+        for part, name in zip(found, names, strict=True):
+            part[:] = self.tensors[name][slot, :, start:end]
+        return found
 
     def write(self, names: Sequence[str], slot: int, start: int, values: npt.NDArray[Any]) -> None:
         for name, part in zip(names, values, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -32,12 +32,13 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where an engine comes from."""
+    """Where an engine is loaded from."""
 
     file: Path
     sha256: str
     load: Callable[[], LoadedEngine]
-    compiled: Callable[[], str | None] = lambda: None  # digest of what a provider made of the file for this box
+    compiled: Callable[[], str] = str  # digest of what was compiled while it was loaded, empty if nothing was
+    notes: list[str] = field(default_factory=list)  # what is to be told about it, afterwards
 
 
 class Loader:
@@ -76,11 +77,11 @@ class Loader:
 
     def _load(self, entry: EngineEntry) -> tuple[LoadedEngine, str]:
         with _loading:
-            if entry.name in self._engines:  # whatever became of the files since
-                return self._engines[entry.name]
+            if entry.name in self._engines:
+                return self._engines[entry.name]  # whatever became of the files since
             if (why := refusal(entry.dialect, self._place.backend, library_version(self._place))) is not None:
                 raise EngineError(f"engine {entry.name}: {why}")
-            source = self._source_of(entry)
+            source = self._source(entry)
             key = (str(source.file.resolve()), source.sha256, entry.name, self._place)
             known = key in _loaded
         if not known:
@@ -89,42 +90,44 @@ class Loader:
             engine = _loaded.get(key)
             if engine is None:
                 engine = _loaded[key] = source.load()
-            self._engines[entry.name] = engine, source.compiled() or source.sha256
-            return self._engines[entry.name]
+            self._engines[entry.name] = (engine, source.compiled() or source.sha256)
+        for note in source.notes:
+            self._progress(note)
+        return self._engines[entry.name]
 
-    def _source_of(self, entry: EngineEntry) -> _Source:
-        file = self._bundle.path / entry.file.path
+    def _source(self, entry: EngineEntry) -> _Source:
+        file, sha256 = self._bundle.path / entry.file.path, entry.file.sha256
         if self._place.backend != "onnxruntime":
             return self._plan(entry)
         if self._place.on_gpu:
-            return self._file_on_gpu(entry, file)
-        prepared = prepare(file, entry.file.sha256, self._cache)
+            return self._session_on_gpu(entry, file)
+        file = prepare(file, sha256, self._cache)
 
         def load() -> LoadedEngine:
             try:
-                return OrtEngine(entry, prepared, prepared=True)
+                return OrtEngine(entry, file, prepared=True)
             except EngineError as error:
-                raise EngineError(f"{error}; if the box's cache is damaged, delete {prepared.parent}") from None
+                raise EngineError(f"{error}; if the box's cache is damaged, delete {file.parent}") from None
 
-        return _Source(prepared, entry.file.sha256, load)
+        return _Source(file, sha256, load)
 
-    def _file_on_gpu(self, entry: EngineEntry, file: Path) -> _Source:
+    def _session_on_gpu(self, entry: EngineEntry, file: Path) -> _Source:
         from .ort.gpu import OrtGpu  # loads CUDA's bindings
 
+        notes: list[str] = []
         model = self._bundle.manifest.models[entry.model]
-        gpu = OrtGpu(self._place.providers, self._cache, model, self._max_batch, self._progress)
+        gpu = OrtGpu(self._place.providers, self._cache, model, self._max_batch, notes.append)
 
-        def compiled() -> str | None:
+        def compiled() -> str:
+            """Return the digest of what the TensorRT provider compiled, empty without one."""
             parts = sorted(tensorrt_engine_folder(entry, self._cache).glob("*.engine"))
-            if "tensorrt" not in self._place.providers or not parts:
-                return None
             digest = hashlib.sha256()
             for part in parts:
                 digest.update(part.read_bytes())
-            return digest.hexdigest()
+            return digest.hexdigest() if parts and "tensorrt" in self._place.providers else ""
 
         load = partial(OrtEngine, entry, file, prepared=False, gpu=gpu)
-        return _Source(file, entry.file.sha256, load, compiled)
+        return _Source(file, entry.file.sha256, load, compiled, notes)
 
     def _plan(self, entry: EngineEntry) -> _Source:
         from .trt.engine import TrtEngine  # loads CUDA's bindings

@@ -13,7 +13,7 @@ from kvrelay.ort import OrtEngine
 from kvrelay_export.graph import fix_shape, pair_logit_row
 from tracing import Program, hf_logits, random_ids, step
 
-DIALECTS = ("ort", "standard")
+DIALECTS = ("ort", "standard", "decomposed")
 N = 8
 SIZES = list(itertools.product((1, 2, 5), (1, 3, 17), (0, 1, 33)))
 
@@ -140,13 +140,16 @@ def test_every_axis_of_a_fixed_engine_is_a_number_and_kv_capacity_is_static_ever
         values = (*model.graph.inputs, *model.graph.outputs)
         return {str(v.name): [d if isinstance(d, int) else str(d.value) for d in v.shape] for v in values}  # type: ignore[union-attr]
 
-    kv = contract.past_names(range(2)) + contract.present_names(range(2))
+    kv = contract.past_names(range(2))
+    new = contract.new_names(range(2)) if dialect == "decomposed" else []
+    kv += [] if new else contract.present_names(range(2))
     assert shapes(fixed) == {
         "input_ids": [4, N],
         "write_index": [4],
         "logit_rows": [4, N],
         "logits": [4, N, 320],
         **{name: [4, 2, 256, 16] for name in kv},
+        **{name: [4, 2, N, 16] for name in new},
     }
     assert shapes(dynamic) == {
         "input_ids": ["batch", "sequence"],
@@ -154,6 +157,7 @@ def test_every_axis_of_a_fixed_engine_is_a_number_and_kv_capacity_is_static_ever
         "logit_rows": ["batch", "rows"],
         "logits": ["batch", "rows", 320],
         **{name: ["batch", 2, 256, 16] for name in kv},
+        **{name: ["batch", 2, "sequence", 16] for name in new},
     }
 
 

@@ -1,4 +1,4 @@
-"""Graphs of the portable dialects hold nothing that a backend would drop or misread; one that does is refused."""
+"""Graphs of the portable dialects hold nothing that a backend drops or misreads, and one that does is refused."""
 
 from __future__ import annotations
 

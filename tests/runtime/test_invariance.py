@@ -26,6 +26,7 @@ class Doctored:
 
     def __init__(self, engine: Any, change: Change) -> None:
         self.entry = engine.entry
+        self.memory = engine.memory
         self._engine = engine
         self._change = change
 

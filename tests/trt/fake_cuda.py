@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-GPU = 0x7A00_0000_0000  # addresses from here on are the GPU's
+GPU = 1 << 48  # addresses from here on are the GPU's: no process has any there, its threads' heaps included
 _POISON = 0xCB
 
 

@@ -29,6 +29,7 @@ TensorIOMode = Enum("TensorIOMode", "NONE INPUT OUTPUT")
 TensorLocation = Enum("TensorLocation", "DEVICE HOST")
 Strategy = Enum("Strategy", "STATIC ON_PROFILE_CHANGE USER_MANAGED")
 GraphStrategy = Enum("GraphStrategy", "DISABLED WHOLE_GRAPH_CAPTURE")
+Kernels = Enum("Kernels", "LAZY EAGER NONE")
 _KINDS = {
     "tensor(int64)": (DataType.INT64, np.int64),
     "tensor(float)": (DataType.FLOAT, np.float32),
@@ -67,6 +68,7 @@ class FakeTensorrt:
         self.hook: Callable[[Context], None] = lambda _: None  # called inside every execution
         if captures:
             self.CudaGraphStrategy = GraphStrategy
+            self.DynamicShapesKernelSpecializationStrategy = Kernels
 
     def Runtime(self, logger: Any) -> Any:
         return SimpleNamespace(deserialize_cuda_engine=lambda data: self._load(logger, data))
@@ -135,6 +137,7 @@ class OldEngine:
 
     def create_runtime_config(self) -> Any:
         config = SimpleNamespace(cuda_graph_strategy=GraphStrategy.DISABLED, strategy=Strategy.STATIC)
+        config.dynamic_shapes_kernel_specialization_strategy = Kernels.LAZY
         config.set_execution_context_allocation_strategy = lambda s: setattr(config, "strategy", s)
         return config
 
@@ -142,6 +145,7 @@ class OldEngine:
         context = Context(self, how if isinstance(how, Strategy) else how.strategy)
         if not isinstance(how, Strategy):
             context.captures = how.cuda_graph_strategy is GraphStrategy.WHOLE_GRAPH_CAPTURE
+            context.kernels = how.dynamic_shapes_kernel_specialization_strategy
         self.library.contexts.append(context)
         return context
 
@@ -162,6 +166,7 @@ class Context:
         self.engine = engine
         self.strategy = strategy
         self.captures = False
+        self.kernels = Kernels.EAGER
         self.profile = 0
         self.shapes: dict[str, Shape] = {}
         self.addresses: dict[str, int] = {}
@@ -281,7 +286,7 @@ class Context:
             target = past[name.replace("present_", "past_")] if name.startswith("present_") else arrays[name]
             _bind(binding.bind_output, name, target)
         engine.session.run_with_iobinding(binding)
-        for name in [n for n in arrays if n.startswith("new_")]:
+        for name in [n for n in arrays if n.startswith("new_") and engine.facts["append"]]:
             written = past[name.replace("new_", "past_")]
             for row, start in enumerate(starts):
                 arrays[name][row] = written[row, :, start : start + width]

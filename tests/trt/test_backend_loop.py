@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from fake_box import FakeBox, Loop, bundle_of_dialect, fake_box
-from kvrelay.bundle import Bundle
+from fake_tensorrt import Kernels
+from kvrelay.bundle import Bundle, open_bundle
 from kvrelay.errors import EngineError
 from kvrelay.kv import KVCache
 from kvrelay.trt import buffers
@@ -57,6 +60,21 @@ def test_engines_that_cannot_update_the_cache_give_the_same_and_their_bytes_are_
     stats = found.stats
     fed = 16 + 4 * stats.windows + 2 * stats.plain_passes + stats.draft_runs  # pads are written too
     assert stats.kv_bytes_copied == fed * entry
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_graphs_of_the_dialect_decomposed_give_what_they_give_on_onnx_runtime(
+    export_tiny: Callable[..., Path], fake: FakeBox, precision: str
+) -> None:
+    path = export_tiny(tiny.target_model(), dialect="decomposed", precisions=(precision,), verify=((1, 2), (1, 4)))
+    bundle = open_bundle(path)
+    here, there = Loop(bundle, fake, "self"), Loop(bundle, None)
+    for options in WAYS.values():
+        found = here(PROMPT, max_new_tokens=40, ignore_eos=True, **options)
+        wanted = there(PROMPT, max_new_tokens=40, ignore_eos=True, **options)
+        assert (found.token_ids, found.scores) == (wanted.token_ids, wanted.scores)
+        assert found.stats.kv_bytes_copied > 0
 
 
 def test_a_request_that_the_largest_logits_decide_copies_no_row_to_the_host(loop_bundle: Bundle, fake: FakeBox) -> None:
@@ -115,6 +133,7 @@ def test_a_library_that_captures_by_itself_is_left_to_it(
         found = Loop(loop_bundle, box, "self")(PROMPT, max_new_tokens=40, ignore_eos=True)
         assert found.token_ids == wanted["greedy"].token_ids
         assert all(context.captures for context in box.library.contexts)
+        assert {context.kernels for context in box.library.contexts} == {Kernels.EAGER}, "bits would change later"
         assert "cudaStreamBeginCapture" not in box.cuda.calls
 
 

@@ -27,6 +27,7 @@ from kvrelay.errors import (
 from kvrelay.kv import kv_bytes
 from kvrelay.trt.build import Build
 from kvrelay.trt.device import this_device
+from kvrelay.trt.memory import together
 from kvrelay.trt.plans import FOLDER, find_plan, read_plan
 from onnx import helper, numpy_helper
 
@@ -105,7 +106,8 @@ def test_the_command_builds_into_the_cache_and_keeps_what_is_there(small: Path) 
     before = sorted(small.iterdir())
     first = run(small, "--backend", RTX, "--device", "sm89,sm86")
     assert "plans for tensorrt-rtx 1.7" in first.stdout and "sm86, sm89" in first.stdout
-    assert "fp16-verify-1x2 will need" in first.stderr and "of the GPU's memory" in first.stderr
+    assert re.search(r"^fp16-verify-1x2 will need \d+ MiB", first.stderr, re.M)
+    assert re.search(r"^2 engines together will need \d+ MiB", first.stderr, re.M)
     made = rows(first)
     assert set(made) == set(SMALL) and not any(there for _, there in made.values())
     again = run(small, "--backend", RTX, "--device", "sm86,sm89")
@@ -136,7 +138,9 @@ def test_a_damaged_plan_is_built_anew(small: Path, content: bytes | None) -> Non
     run(small, *ON_RTX)
     damaged, whole = plans(small)
     damaged.write_bytes(damaged.read_bytes()[:1000] if content is None else content)
-    there = {name: there for name, (_, there) in rows(run(small, *ON_RTX)).items()}
+    done = run(small, *ON_RTX)
+    assert f"building anew: {damaged}" in done.stderr
+    there = {name: there for name, (_, there) in rows(done).items()}
     assert there == {name: name not in damaged.name for name in SMALL}
     bundle = open_bundle(small)
     for entry in bundle.manifest.engines:
@@ -331,6 +335,10 @@ def test_what_does_not_fit_on_this_gpu_is_refused_before_it_is_built(
     fake_gpu(monkeypatch, free=memory.total - 1)
     with pytest.raises(MemoryBudgetError, match=rf"{entry.name} would need .* of 8192 MiB are free"):
         work.examine(entry)
+    fake_gpu(monkeypatch, free=memory.total - 1, integrated=True)  # where the file cache counts as used
+    assert work.examine(entry) == memory
+    both = together([memory, memory])
+    assert (both.weights, both.kv, both.activations) == (2 * memory.weights, memory.kv, memory.activations)
 
 
 def test_tensorrt_builds_for_this_gpu_by_name_and_keeps_its_timing_cache(

@@ -88,6 +88,16 @@ def test_a_hand_over_moves_each_new_entry_once_between_any_two_places(
     assert not other.read(0, 0, MODEL.capacity).any()
 
 
+@pytest.mark.parametrize("memory", ["host", "cuda"])
+def test_a_draft_without_attention_has_a_cache_of_nothing(fake: FakeBox, memory: Any) -> None:
+    one, other = KVCache(MODEL, [0], memory="cuda"), KVCache(MODEL, [], "float16", slots=2, memory=memory)
+    hand_over = HandOver(one, other)
+    hand_over.advance(9)
+    assert other.swap(0, 1, 5) == hand_over.bytes == 0
+    other.clear(1)
+    assert other.read(0, 0, 9).shape == (0, 2, 9, 4)
+
+
 def test_a_hand_over_on_the_gpu_waits_for_nothing(fake: FakeBox) -> None:
     one, other = (KVCache(MODEL, layers, memory="cuda") for layers in ([0, 1, 2], [0, 2]))
     calls = len(fake.cuda.calls)

@@ -39,7 +39,13 @@ OLD_CUDA = ("cuda-python==12.6.*",)
 GUARDED = {
     "contexts.py": (
         'if not hasattr(library, "CudaGraphStrategy"):',
-        {"CudaGraphStrategy", "create_runtime_config", "cuda_graph_strategy"},
+        {
+            "CudaGraphStrategy",
+            "DynamicShapesKernelSpecializationStrategy",
+            "create_runtime_config",
+            "cuda_graph_strategy",
+            "dynamic_shapes_kernel_specialization_strategy",
+        },
     ),
     "engine_check.py": ('if not hasattr(engine, "get_aliased_input_tensor"):', {"get_aliased_input_tensor"}),
     "build.py": (

@@ -29,10 +29,11 @@ def engine(bundle: Bundle, name: str) -> EngineEntry:
 
 
 def parsed(bundle: Path, name: str = ENGINE) -> Any:
-    """The network of an engine, checked; builder and log live as long as it."""
+    """The network of an engine, checked."""
     opened, log = open_bundle(bundle), Log()
     entry = engine(opened, name)
-    return parse_network(trt, trt.Builder(log.logger(trt)), log, bundle / entry.file.path, entry, opened.target)
+    builder = trt.Builder(log.logger(trt))
+    return parse_network(trt, builder, log, bundle / entry.file.path, entry, opened.target).network
 
 
 def tensors(network: Any) -> dict[str, Any]:
@@ -251,11 +252,11 @@ def test_an_input_that_the_library_drops_is_named_as_the_library_does(wrong: Cal
     opened, log = open_bundle(bundle), Log()
     builder = trt.Builder(log.logger(trt))
     entry = engine(opened, ENGINE)
-    network = parse_network(trt, builder, log, bundle / entry.file.path, entry, opened.target)
+    made = parse_network(trt, builder, log, bundle / entry.file.path, entry, opened.target)
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1
     config.set_compute_capability(trt.ComputeCapability.SM86, 0)
-    assert builder.build_serialized_network(network, config)
+    assert builder.build_serialized_network(made.network, config)
     with pytest.raises(PlanError, match=rf"{ENGINE}: .*Unused Input: {contract.LOGIT_ROWS}"):
         log.refuse_unused(ENGINE)
 

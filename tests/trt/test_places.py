@@ -16,8 +16,10 @@ from kvrelay import Engine, EngineError, ParameterError, Pipeline
 from kvrelay.box import Box
 from kvrelay.bundle import Bundle
 from kvrelay.kv import kv_bytes
+from kvrelay.manifest import EngineEntry
 from kvrelay.place import place_of
 from kvrelay.shapes import target_shapes
+from kvrelay.trt.plans import Plan
 
 PROMPT = [50, 60, 70, 80, 90, 100, 50, 60, 70]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "seed": 3}
@@ -91,7 +93,11 @@ def test_findings_about_a_plan_do_not_outlive_it(bundle: Bundle, gpu: FakeBox, m
     verdicts()
     assert not any("bit for bit" in line for line in checked), "it was stored"
     plan = FakeBox.plan
-    monkeypatch.setattr(FakeBox, "plan", lambda self, b, e, most=4: plan(self, b, e, most + 1))
+
+    def rebuilt(self: FakeBox, bundle: Bundle, entry: EngineEntry, most: int) -> Plan:
+        return self.stored(bundle, entry, plan(self, bundle, entry, most).path.read_bytes() + b" ", most)
+
+    monkeypatch.setattr(FakeBox, "plan", rebuilt)
     verdicts()
     assert any("bit for bit" in line for line in checked), "another plan is another engine"
 

@@ -14,6 +14,7 @@ from ..bundle import open_bundle
 from ..errors import ParameterError
 from ..trt.build import Build
 from ..trt.library import Backend
+from ..trt.memory import together
 from . import options as o
 from .table import output_console
 
@@ -39,27 +40,33 @@ def build(
         raise ParameterError(f"--backend {backend}: one of {', '.join(get_args(Backend))}")
     opened = open_bundle(bundle)
     errors = Console(stderr=True)
+
+    def say(line: str) -> None:
+        errors.print(line, markup=False, highlight=False, soft_wrap=True)
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         engines = opened.manifest.engines
         task = progress.add_task("opening", total=len(engines))
-        work = Build(
-            opened,
-            backend,  # type: ignore[arg-type]
-            device,
-            max_batch=max_batch,
-            progress=lambda line: progress.update(task, description=line),
-        )
+
+        def tell(line: str) -> None:
+            progress.update(task, description=line)
+            if line.startswith(("building anew", "waiting")):
+                say(line)
+
+        work = Build(opened, backend, device, max_batch=max_batch, progress=tell)  # type: ignore[arg-type]
         missing = work.missing()
         memory = {entry.name: work.examine(entry) for entry in missing}
         for name, needed in memory.items():
-            errors.print(f"{name} will need {needed} of the GPU's memory", highlight=False, soft_wrap=True)
+            say(f"{name} will need {needed} of the GPU's memory")
+        if len(memory) > 1:
+            say(f"{len(memory)} engines together will need {together(list(memory.values()))}")
         progress.update(task, completed=len(engines) - len(missing))
         made = {}
         for entry in missing:
             made[entry.name] = work.build(entry)
             for remark in made[entry.name].remarks:
-                errors.print(f"{entry.name}: the library says: {remark}", markup=False, highlight=False, soft_wrap=True)
+                say(f"{entry.name}: the library says: {remark}")
             progress.advance(task)
     table = Table(title=f"plans for {work.device}", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("engine", "plan", "size", "built in"):

@@ -81,15 +81,17 @@ class DeviceEntries:
 
     def clear(self, slot: int, start: int, end: int) -> None:
         """Queue the zeroing of entries ``start .. end - 1`` of a slot."""
-        if end > start:
+        if end > start and self._index:
             with Device.current().exclusive():
                 width = (end - start) * self._entry
                 zero_block(self.block(0, slot, start), width, self._heads, len(self._index), "KV entries")
 
     def swap(self, a: int, b: int, length: int) -> None:
         """Queue the exchange of the first ``length`` entries of two slots."""
+        if not self._index:
+            return
         if self._spare is None:
-            self._spare = DeviceBuffer(max(len(self._index) * self._heads * _CHUNK * self._entry, 1))
+            self._spare = DeviceBuffer(len(self._index) * self._heads * _CHUNK * self._entry)
         for at in range(0, length, _CHUNK):
             width = min(_CHUNK, length - at) * self._entry
             spare = Block(self._spare.address, width, self._heads)

@@ -15,7 +15,7 @@ from .device import free_memory, plan_devices
 from .interruptible import Interruptible
 from .library import Backend, tensorrt
 from .memory import Memory, predict_memory, refuse_if_too_large
-from .network import Log, parse_network
+from .network import Log, Parsed, parse_network
 from .plans import FOLDER, Plan, PlanKey, key_of, publish_plan, read_plan, stored_plan
 from .timing import TimingCache
 
@@ -72,7 +72,7 @@ class Build:
 
     def missing(self) -> list[EngineEntry]:
         """Return the engines that have no whole plan yet."""
-        return [entry for entry in self.bundle.manifest.engines if self._whole_plan(entry) is None]
+        return [e for e in self.bundle.manifest.engines if self._whole_plan(e, lambda _: None) is None]
 
     def examine(self, entry: EngineEntry) -> Memory:
         """Parse and check the graph of ``entry``; return what its plan will need.
@@ -83,8 +83,8 @@ class Build:
         """
         self._progress(f"checking {entry.name}")
         log = Log()
-        network = self._network(self._trt.Builder(log.logger(self._trt)), log, entry)
-        memory = predict_memory(self._trt, network, entry, self._model(entry), self._key(entry).profiles)
+        parsed = self._parsed(self._trt.Builder(log.logger(self._trt)), log, entry)
+        memory = predict_memory(self._trt, parsed.network, entry, self._model(entry), self._key(entry).profiles)
         if self._here:
             refuse_if_too_large(entry.name, memory, *free_memory(self.device.backend))
         return memory
@@ -100,7 +100,7 @@ class Build:
             KeyboardInterrupt: once the library has stopped.
         """
         with lock(self._folder, lambda: self._progress("waiting for another build of this bundle")):
-            plan = self._whole_plan(entry)
+            plan = self._whole_plan(entry, self._progress)
             if plan is not None:
                 return Built(entry, plan)
             start = time.perf_counter()
@@ -110,13 +110,13 @@ class Build:
             plan = publish_plan(self._folder, entry, self._key(entry), data)
             return Built(entry, plan, time.perf_counter() - start, log.remarks())
 
-    def _whole_plan(self, entry: EngineEntry) -> Plan | None:
+    def _whole_plan(self, entry: EngineEntry, progress: Progress) -> Plan | None:
         plan = stored_plan(self._folder, entry, self._key(entry))
         if plan is not None:
             try:
                 read_plan(plan)
             except PlanError as error:
-                self._progress(f"building anew: {error}")
+                progress(f"building anew: {error}")
                 return None
         return plan
 
@@ -124,7 +124,7 @@ class Build:
         """Return the library's plan of ``entry``."""
         trt = self._trt
         builder = trt.Builder(log.logger(trt))
-        network = self._network(builder, log, entry)
+        parsed = self._parsed(builder, log, entry)
         config = builder.create_builder_config()
         config.clear_flag(trt.BuilderFlag.TF32)  # a product in fp32 is what the manifest says it is
         if self.device.backend == "tensorrt-rtx":
@@ -141,14 +141,14 @@ class Build:
                     made.set_shape(name, *bounds)
                 if config.add_optimization_profile(made) < 0:
                     raise PlanError(f"{entry.name}: the profile {profile.name} is refused: {log.first_error()}")
-        data = builder.build_serialized_network(network, config)
+        data = builder.build_serialized_network(parsed.network, config)
         if data is None or not data.nbytes:
             raise PlanError(f"{entry.name}: {self.device} could not build it: {log.first_error()}")
         log.refuse_unused(entry.name)
         timing.save(config)
         return data
 
-    def _network(self, builder: Any, log: Log, entry: EngineEntry) -> Any:
+    def _parsed(self, builder: Any, log: Log, entry: EngineEntry) -> Parsed:
         graph = self.bundle.path / entry.file.path
         return parse_network(self._trt, builder, log, graph, entry, self._model(entry))
 

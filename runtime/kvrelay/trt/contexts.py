@@ -136,6 +136,9 @@ def _new_context(library: Any, engine: Any, *, graphs: bool) -> Any:
     config.set_execution_context_allocation_strategy(managed)
     strategy = library.CudaGraphStrategy
     config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if graphs else strategy.DISABLED
+    # Kernels for a shape are compiled before its first run: by default others serve meanwhile, and bits change later.
+    eager = library.DynamicShapesKernelSpecializationStrategy.EAGER
+    config.dynamic_shapes_kernel_specialization_strategy = eager
     return engine.create_execution_context(config)
 
 

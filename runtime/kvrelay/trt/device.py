@@ -43,15 +43,17 @@ def this_device(backend: Backend) -> PlanDevice:
 
 
 def free_memory(backend: Backend) -> tuple[int, int]:
-    """Return the free and the total bytes of this process's first GPU.
+    """Return the bytes that are free on this process's first GPU, and all it has.
 
     Raises:
         BackendMissingError: as :func:`this_device`.
     """
     cuda = cuda_runtime()
+    properties = _called(cuda, backend, *cuda.cudaGetDeviceProperties(0))
     error, free, total = cuda.cudaMemGetInfo()
     _called(cuda, backend, error)
-    return int(free), int(total)
+    # A GPU that shares the system's memory counts the system's file cache as used, which gives way.
+    return int(total if properties.integrated else free), int(total)
 
 
 def plan_devices(backend: Backend, devices: str) -> PlanDevice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..manifest import EngineEntry, ModelEntry
 from .network_view import attentions, layers
 from .profiles import Profile
 
-__all__ = ["Memory", "predict_memory", "refuse_if_too_large"]
+__all__ = ["Memory", "predict_memory", "refuse_if_too_large", "together"]
 
 _BITS = {"FLOAT": 32, "HALF": 16, "BF16": 16, "INT8": 8, "UINT8": 8, "BOOL": 8, "INT4": 4, "INT32": 32, "INT64": 64}
 _KV_ITEMSIZE = {"float32": 4, "float16": 2}
@@ -44,6 +45,15 @@ def predict_memory(
         weights=sum(_bytes(layer.get_output(0), 1, 1) for layer in layers(network) if _is(trt, layer, "CONSTANT")),
         kv=kv_bytes(model, len(entry.kv_layers), _KV_ITEMSIZE[entry.kv_dtype], model.capacity * rows),
         activations=max(_activations(trt, network, model, profile) for profile in profiles),
+    )
+
+
+def together(parts: Sequence[Memory]) -> Memory:
+    """Return what engines need that are loaded at once: each plan holds weights of its own, the rest is shared."""
+    return Memory(
+        weights=sum(part.weights for part in parts),
+        kv=max(part.kv for part in parts),
+        activations=max(part.activations for part in parts),
     )
 
 

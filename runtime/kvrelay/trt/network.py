@@ -15,7 +15,7 @@ from .graph_file import attention_faults
 from .network_check import check_network
 from .network_view import attentions
 
-__all__ = ["Log", "parse_network"]
+__all__ = ["Log", "Parsed", "parse_network"]
 
 _UNUSED = "Unused Input"
 # Said of every int64 input: the contract has three of them, and the runtime binds int64 memory.
@@ -65,7 +65,15 @@ class Log:
             raise PlanError(f"{engine}: the library drops inputs of the graph ({'; '.join(unused)}): not built")
 
 
-def parse_network(trt: Any, builder: Any, log: Log, graph: Path, entry: EngineEntry, model: ModelEntry) -> Any:
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A network, and the parser that owns its weights: both must live until the build ends."""
+
+    network: Any
+    parser: Any
+
+
+def parse_network(trt: Any, builder: Any, log: Log, graph: Path, entry: EngineEntry, model: ModelEntry) -> Parsed:
     """Parse ``graph`` and return the network, checked and ready to be built.
 
     Args:
@@ -98,7 +106,7 @@ def parse_network(trt: Any, builder: Any, log: Log, graph: Path, entry: EngineEn
             # There is no fused kernel for it; a node attribute that says the same would make ONNX Runtime refuse.
             attention.handle.decomposable = True
     _add_top_outputs(trt, network, model.vocab_size)
-    return network
+    return Parsed(network, parser)
 
 
 def _parser_errors(trt: Any, parser: Any, log: Log) -> str:
