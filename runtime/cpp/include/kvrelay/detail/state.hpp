@@ -35,6 +35,7 @@ inline Error shutdown_error() {
 struct Stay {
   int calls = 0;    // from C++
   int opening = 0;  // of these, the ones that make a Pipeline or Engine
+  std::uint64_t since = 0;  // State::stops when it came
 };
 
 /// What this module of the process (a program or a shared library) has to do with Python.
@@ -94,7 +95,7 @@ struct State {
   /// Counts this thread in again after its leave(). `mutex` is held.
   void return_to(bool opening) {
     Stay& stay = inside[thread()];
-    ++stay.calls;
+    if (stay.calls++ == 0) stay.since = stops;
     stay.opening += opening;
   }
 
@@ -109,8 +110,12 @@ struct State {
     return last;
   }
 
-  /// Whether no other thread is inside. `mutex` is held.
-  bool alone() const { return inside.empty() || (inside.size() == 1 && inside.count(thread()) == 1); }
+  /// Whether no other thread is inside that came before the last stop; others may make new work. `mutex` is held.
+  bool stopped() const {
+    for (const auto& [other, stay] : inside)
+      if (other != thread() && stay.since < stops) return false;
+    return true;
+  }
 };
 
 }  // namespace kvrelay::detail

@@ -59,7 +59,7 @@ inline bool stop(State& state, bool for_exit, std::optional<std::chrono::seconds
   }
   PyGILState_Release(gil);
   std::unique_lock<std::mutex> lock(state.mutex);
-  return state.left.wait_until(lock, deadline, [&] { return state.alone(); }) && closed;
+  return state.left.wait_until(lock, deadline, [&] { return state.stopped(); }) && closed;
 }
 
 [[noreturn]] inline void leave_at_once(int status) {
