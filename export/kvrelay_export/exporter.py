@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from .check import CHECK_LENGTH, LONGEST_PASS, check_engine, compare_twins
 from .errors import ExportError
-from .graph import fix_shape
+from .graph import fix_shape, pair_logit_row
 from .lower import lower
 from .maxima import Maxima, recording
 from .options import QUANTISED_DRAFTS, ExportOptions, check_context, check_options
@@ -138,6 +138,8 @@ def _export_target(work: _Work, target: _Traced) -> None:
         _add_engine(work, target, dynamic, f"{precision}-decode", "decode", precision)
         for role, batch, width, rows in shapes:
             fixed = fix_shape(dynamic, batch, width, rows)
+            if role == "prefill":
+                pair_logit_row(fixed)
             name = f"{precision}-{role}-{batch}x{width}"
             _add_engine(work, target, fixed, name, role, precision, shape=(batch, width, rows))  # type: ignore[arg-type]
         if options.dialect == "ort":

@@ -17,6 +17,7 @@ __all__ = [
     "drop_sublayers",
     "fix_shape",
     "name_weights",
+    "pair_logit_row",
     "prune",
     "replace",
     "weight_of",
@@ -141,3 +142,28 @@ def fix_shape(model: ir.Model, batch: int | None, sequence: int, rows: int) -> i
             if value not in fixed.graph.outputs:
                 value.shape = None
     return fixed
+
+
+def pair_logit_row(model: ir.Model) -> None:
+    """Show the head its one row of an engine with one logit row twice, and drop the second result, in place.
+
+    A product of one row adds up in another order than one of several on some CPUs (seen: int4 on AVX2). With two rows
+    the pass gives the bits of the passes that want more logits, and lies in their shape class.
+    """
+    graph = model.graph
+    (chosen,) = (n for n in graph if n.op_type == "GatherElements")
+    twice = ir.node("Concat", [chosen.outputs[0], chosen.outputs[0]], {"axis": 1})
+    convenience.replace_all_uses_with(chosen.outputs[0], twice.outputs[0])
+    for index in (0, 1):
+        twice.replace_input_with(index, chosen.outputs[0])
+    graph.insert_after(chosen, [twice])
+    logits = next(v for v in graph.outputs if v.name == contract.LOGITS)
+    head = logits.producer()
+    assert head is not None
+    bounds = [constant(graph, f"kvrelay.at{i}", np.array([i], np.int64)) for i in (0, 1)]
+    first = ir.node("Slice", [logits, *bounds, bounds[1]])
+    first.outputs[0].shape, first.outputs[0].type = logits.shape, logits.type
+    logits.name, logits.shape = "kvrelay.logits_twice", None
+    first.outputs[0].name = contract.LOGITS
+    graph.insert_after(head, [first])
+    graph.outputs[[o.name for o in graph.outputs].index("kvrelay.logits_twice")] = first.outputs[0]

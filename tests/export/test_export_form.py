@@ -1,4 +1,4 @@
-"""Graphs of the portable dialects hold nothing that a backend would drop or misread, and a graph that does is refused."""
+"""Graphs of the portable dialects hold nothing that a backend drops or misreads, and one that does is refused."""
 
 from __future__ import annotations
 
@@ -178,9 +178,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_standard_graph_made_wrong_on_purpose_is_refused(
-    llama: Program, fault: Callable[[ir.Model], None]
-) -> None:
+def test_a_standard_graph_made_wrong_on_purpose_is_refused(llama: Program, fault: Callable[[ir.Model], None]) -> None:
     model = llama.graph("standard", "int8")
     fault(model)
     with pytest.raises(ExportError, match=f"the standard dialect does not allow: .*{FAULTS[fault]}"):

@@ -102,9 +102,7 @@ def test_a_weight_over_the_range_of_float16_is_refused_by_name(llama: Program) -
 # --- what they compute ------------------------------------------------------------------------------------------------
 
 
-def checked(
-    llama: Program, graph: ir.Model, dialect: str, precision: str, ids: np.ndarray, same: np.ndarray
-) -> Check:
+def checked(llama: Program, graph: ir.Model, dialect: str, precision: str, ids: np.ndarray, same: np.ndarray) -> Check:
     path = llama.save(graph)
     entry = llama.engine_entry(path, precision, dialect=dialect, **HALF).model_copy(update={"name": "the-engine"})
     return check_engine(entry, path, llama.entry, ids, same, same)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from kvrelay_export.dialect_ort import dequantize_ort
+from kvrelay.ort.threads import load_session
+from kvrelay_export.dialect_ort import dequantize_ort, quantize_ort
 from kvrelay_export.errors import ExportError
 from kvrelay_export.quantize import BLOCK, dequantize_blocks, quantize_blocks, quantize_columns
 from tiny import build_model
@@ -137,3 +141,23 @@ def test_the_packed_integers_of_a_graph_are_those_of_the_quantiser(
         expected = dequantize_blocks(quantize_blocks(weight, int(precision[3:])))
     (found,) = (v.const_value.numpy() for name, v in stored.items() if "lm_head" in name and name.endswith(".float"))  # type: ignore[union-attr]
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_int8_dynamic_does_not_overflow_where_all_values_are_large(tmp_path: Path, rows: int) -> None:
+    """Two products of 255 x 127 do not fit into 16 bits: on a CPU without VNNI signed weights give a wrong sum."""
+    weight = np.random.default_rng(0).uniform(0.9, 1.0, (64, 48)).astype(np.float32)
+    x = ir.val("x", ir.DataType.FLOAT, ["rows", 64])
+    stored = ir.val("w", const_value=ir.tensor(weight, name="w"))
+    product = ir.node("MatMul", [x, stored])
+    product.outputs[0].name = "y"
+    product.outputs[0].dtype, product.outputs[0].shape = ir.DataType.FLOAT, ir.Shape(["rows", 48])
+    graph = ir.Graph(
+        [x], product.outputs, nodes=[product], initializers=[stored], opset_imports={"": 23, "com.microsoft": 1}
+    )
+    model = ir.Model(graph, ir_version=10)
+    quantize_ort(model, "int8-dynamic")
+    ir.save(model, tmp_path / "product.onnx")
+    values = np.random.default_rng(1).uniform(0.9, 1.0, (rows, 64)).astype(np.float32)
+    (found,) = load_session(tmp_path / "product.onnx", onnxruntime.SessionOptions()).run(None, {"x": values})
+    np.testing.assert_allclose(found, values @ weight, rtol=0.01)

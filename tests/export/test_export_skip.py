@@ -49,7 +49,7 @@ def hf_without(llama: Program, skip: tuple[str, ...], ids: np.ndarray) -> np.nda
     return hf_logits(model, ids)
 
 
-@pytest.mark.parametrize("dialect", ["ort", "standard"])
+@pytest.mark.parametrize("dialect", ["ort", "standard", "decomposed"])
 @pytest.mark.parametrize("skip", SKIPS.values(), ids=SKIPS.keys())
 def test_a_skipping_draft_equals_the_model_without_those_sublayers(
     llama: Program, skip: tuple[str, ...], dialect: str
