@@ -33,7 +33,8 @@ class Interruptible(Generic[T]):
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         try:
-            thread.join()
+            while thread.is_alive():
+                thread.join(0.2)  # the signal may be delivered to the other thread, which does not wake this one
         except KeyboardInterrupt:
             self.cancelled = True
             thread.join()

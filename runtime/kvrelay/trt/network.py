@@ -147,9 +147,9 @@ def _add_top_outputs(trt: Any, network: Any, vocab_size: int) -> None:
     known.set_input(2, size.get_output(0))
     top = network.add_topk(known.get_output(0), trt.TopKOperation.MAX, min(contract.TOP, vocab_size), 1 << 2)
     total = network.add_reduce(known.get_output(0), trt.ReduceOperation.SUM, 1 << 2, True)
-    size_of_total = network.add_unary(total.get_output(0), trt.UnaryOperation.ABS)
+    magnitude = network.add_unary(total.get_output(0), trt.UnaryOperation.ABS)
     finite = network.add_elementwise(
-        size_of_total.get_output(0),
+        magnitude.get_output(0),
         constant(np.full((1, 1, 1), np.finfo(np.float32).max, np.float32)),
         trt.ElementWiseOperation.LESS,
     )
