@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import pytest
 from bundles import RTX, edit_graph, edit_manifest, fake_gpu, nodes, part_of, tensorrt_of
 from kvrelay.boxcache import cache_directory
 from kvrelay.bundle import open_bundle
+from kvrelay.cli import main
 from kvrelay.errors import (
     BackendMissingError,
     CacheDirectoryError,
@@ -45,10 +49,24 @@ def start(*args: object, code: str = MAIN) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(*args: object, code: str = MAIN) -> subprocess.CompletedProcess[str]:
+def run_apart(*args: object, code: str = MAIN) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
     process = start(*args, code=code)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run(*args: object) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, which saves the imports."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    argv = ["kvrelay", "build", *map(str, args)]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", argv)
+        try:
+            main()
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    return subprocess.CompletedProcess(argv, status, out.getvalue(), err.getvalue())
 
 
 def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -118,7 +136,7 @@ def test_the_command_builds_into_the_cache_and_keeps_what_is_there(small: Path) 
 
 def test_building_needs_neither_torch_nor_onnx_nor_cuda_bindings(small: Path) -> None:
     blocked = f"import sys\nfor name in {HEAVY}: sys.modules[name] = None\n"
-    assert set(rows(run(small, *ON_RTX, code=blocked + MAIN))) == set(SMALL)
+    assert set(rows(run_apart(small, *ON_RTX, code=blocked + MAIN))) == set(SMALL)
 
 
 def test_a_bundle_is_built_from_any_place_and_by_any_path(
@@ -133,15 +151,15 @@ def test_a_bundle_is_built_from_any_place_and_by_any_path(
     assert all(there for _, there in rows(run(tmp_path / "link", *ON_RTX)).values())
 
 
-@pytest.mark.parametrize("content", [None, b"", b"random" * 1000])
-def test_a_damaged_plan_is_built_anew(small: Path, content: bytes | None) -> None:
+def test_a_damaged_plan_is_built_anew(small: Path) -> None:
     run(small, *ON_RTX)
     damaged, whole = plans(small)
-    damaged.write_bytes(damaged.read_bytes()[:1000] if content is None else content)
-    done = run(small, *ON_RTX)
-    assert f"building anew: {damaged}" in done.stderr
-    there = {name: there for name, (_, there) in rows(done).items()}
-    assert there == {name: name not in damaged.name for name in SMALL}
+    for content in (damaged.read_bytes()[:1000], b"", b"random" * 1000, (small / f"{SMALL[0]}.onnx").read_bytes()):
+        damaged.write_bytes(content)
+        done = run(small, *ON_RTX)
+        assert f"building anew: {damaged}" in done.stderr
+        there = {name: there for name, (_, there) in rows(done).items()}
+        assert there == {name: name not in damaged.name for name in SMALL}
     bundle = open_bundle(small)
     for entry in bundle.manifest.engines:
         assert read_plan(Build(bundle, RTX, "sm86").build(entry).plan)
@@ -193,7 +211,7 @@ def test_a_killed_build_leaves_nothing_that_loads_and_the_next_one_completes_it(
         "opened = bundle.open_bundle(sys.argv[2])\n"
         "build.Build(opened, 'tensorrt-rtx', 'sm86', progress=progress).build(opened.manifest.engines[0])\n"
     )
-    assert run(small, code=code).returncode == -signal.SIGKILL
+    assert run_apart(small, code=code).returncode == -signal.SIGKILL
     bundle = open_bundle(small)
     device = Build(bundle, RTX, "sm86").device
     for entry in bundle.manifest.engines:
@@ -291,27 +309,32 @@ def test_bad_input_is_one_clear_line(small: Path, options: tuple[str, ...], word
         (RTX, "tensorrt_rtx", "tensorrt-rtx-cu13"),
     ],
 )
-def test_a_missing_library_is_named_with_its_package(small: Path, backend: str, module: str, package: str) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None\n{MAIN}"
-    assert_one_clear_line(run(small, "--backend", backend, code=code), module, package)
+def test_a_missing_library_is_named_with_its_package(
+    small: Path, monkeypatch: pytest.MonkeyPatch, backend: str, module: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert_one_clear_line(run(small, "--backend", backend), module, package)
 
 
-def test_an_import_that_fails_for_a_shared_library_says_which(small: Path, tmp_path: Path) -> None:
+def test_an_import_that_fails_for_a_shared_library_says_which(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tensorrt.py").write_text("raise ImportError('libnvinfer.so.10: cannot open shared object file')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{MAIN}"
-    assert_one_clear_line(run(small, code=code), "libnvinfer.so.10: cannot open", "pip install")
-    (tmp_path / "tensorrt.py").write_text("__version__ = '8.6.1'")
-    assert_one_clear_line(run(small, code=code), "TensorRT 8.6.1 is installed, 10.3 or newer is needed")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    assert_one_clear_line(run(small), "libnvinfer.so.10: cannot open", "pip install")
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="8.6.1"))
+    assert_one_clear_line(run(small), "TensorRT 8.6.1 is installed, 10.3 or newer is needed")
 
 
 def test_without_a_gpu_the_current_device_is_refused_with_what_is_missing(
     small: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = open_bundle(small)
-    blocked = "import sys; sys.modules['cuda'] = None\n" + MAIN
-    assert_one_clear_line(
-        run(small, "--backend", RTX, code=blocked), "CUDA needs the Python module cuda", "cuda-python"
-    )
+    with monkeypatch.context() as patch:
+        for name in ("cuda", "cuda.bindings", "cuda.bindings.runtime", "cuda.cudart"):
+            patch.setitem(sys.modules, name, None)
+        assert_one_clear_line(run(small, "--backend", RTX), "CUDA needs the Python module cuda", "cuda-python")
     fake_gpu(monkeypatch, error=100)
     with pytest.raises(BackendMissingError, match=r"no GPU can be used here: cudaErrorNoDevice \(100\).*--device sm86"):
         Build(bundle, RTX)
