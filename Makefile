@@ -27,7 +27,7 @@ $(BUNDLE)/manifest.json: | $(VENV)/.ready
 run: export
 	$(BIN)/kvrelay run $(BUNDLE) "$(PROMPT)"
 
-# The C++ examples; make test builds the C++ tests by itself.
+# The C++ examples; the tests build what they need by themselves.
 cpp: $(VENV)/.ready
 	@$(BIN)/python runtime/cpp/prerequisites.py
 	cmake -S runtime/cpp/example -B build/cpp-example -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
