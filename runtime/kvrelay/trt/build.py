@@ -9,6 +9,7 @@ from typing import Any
 
 from ..boxcache import cache_directory, lock
 from ..bundle import Bundle
+from ..dialects import dialects_of
 from ..errors import PlanError
 from ..manifest import EngineEntry, ModelEntry
 from .device import free_memory, plan_devices
@@ -61,7 +62,7 @@ class Build:
         progress: Progress = lambda _: None,
     ) -> None:
         self._trt: Any = tensorrt(backend)
-        _refuse_dialects(self._trt, bundle)
+        _refuse_dialects(self._trt, backend, bundle)
         self.bundle = bundle
         self.device = plan_devices(backend, devices)
         self.max_batch = max_batch
@@ -159,14 +160,13 @@ class Build:
         return key_of(entry, self.bundle, self.device, self.max_batch)
 
 
-def _refuse_dialects(trt: Any, bundle: Bundle) -> None:
+def _refuse_dialects(trt: Any, backend: Backend, bundle: Bundle) -> None:
     """Raise if the library cannot take the bundle's graphs.
 
     Raises:
         PlanError: names the export that it can take.
     """
-    in_place = hasattr(trt, "IKVCacheUpdateLayer")  # TensorRT 10.15 and later, and TensorRT-RTX
-    usable = ("standard", "decomposed") if in_place else ("decomposed",)
+    usable = dialects_of(backend, trt.__version__)
     other = sorted({e.dialect for e in bundle.manifest.engines} - set(usable))
     if other:
         raise PlanError(
