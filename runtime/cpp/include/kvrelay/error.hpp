@@ -6,15 +6,17 @@
 
 namespace kvrelay {
 
-/// What went wrong. The first nine are the classes of kvrelay.errors in Python.
+/// What went wrong. The first eleven are the classes of kvrelay.errors in Python.
 enum class ErrorKind {
   backend_missing,  // no engine backend is installed
   bundle,           // a bundle is missing, damaged, or of another version
   cache_directory,  // the box's cache cannot be written
+  cuda,             // a call of CUDA failed, or there is no GPU
   engine,           // an engine failed, or the Engine is closed
   exactness,        // this box cannot keep the promise that was asked for
   memory_budget,    // the KV cache does not fit in memory
   parameter,        // a parameter is unknown, out of range, or contradicts another
+  plan,             // a TensorRT plan cannot be built, is missing or damaged, or is for another version or GPU
   prompt,           // a prompt is empty, too long, or malformed
   thread_count,     // the process already runs its engines with another number of threads
   kvrelay,          // another KvrelayError; type() names it

@@ -117,6 +117,10 @@ struct PipelineOptions {
   std::optional<std::string> precision;  // none: the bundle's first
   std::optional<std::int64_t> threads;   // of the process; none: the count in force
   bool exact = true;
+  std::string backend = "onnxruntime";   // or "tensorrt", "tensorrt-rtx", which run the plans of `kvrelay build`
+  std::optional<std::string> provider;   // of onnxruntime: "cpu", "cuda", "tensorrt", or several by commas; none: "cpu"
+  std::optional<std::string> draft_backend;   // of drafts with an engine; both none: where the target runs
+  std::optional<std::string> draft_provider;
   Progress progress;
 
   template <class Self, class Visit>
@@ -126,6 +130,10 @@ struct PipelineOptions {
     visit("precision", options.precision);
     visit("threads", options.threads);
     visit("exact", options.exact);
+    visit("backend", options.backend);
+    visit("provider", options.provider);
+    visit("draft_backend", options.draft_backend);
+    visit("draft_provider", options.draft_provider);
   }
 };
 
@@ -155,6 +163,10 @@ struct EngineOptions {
   std::int64_t group = 4;
   std::optional<bool> in_class;          // none: whichever costs less
   std::optional<Faults> faults;
+  std::string backend = "onnxruntime";   // or "tensorrt", "tensorrt-rtx", which run the plans of `kvrelay build`
+  std::optional<std::string> provider;   // of onnxruntime: "cpu", "cuda", "tensorrt", or several by commas; none: "cpu"
+  std::optional<std::string> draft_backend;   // of drafts with an engine; both none: where the target runs
+  std::optional<std::string> draft_provider;
   Progress progress;
 
   template <class Self, class Visit>
@@ -167,6 +179,10 @@ struct EngineOptions {
     visit("group", options.group);
     visit("in_class", options.in_class);
     visit("faults", options.faults);
+    visit("backend", options.backend);
+    visit("provider", options.provider);
+    visit("draft_backend", options.draft_backend);
+    visit("draft_provider", options.draft_provider);
   }
 };
 

@@ -96,6 +96,7 @@ struct EngineStats {
   std::int64_t accepted = 0;
   std::int64_t draft_failures = 0;
   std::int64_t kv_bytes_moved = 0;
+  std::int64_t kv_bytes_copied = 0;
   double seconds = 0;
   double prefill_seconds = 0;
   double step_seconds = 0;
@@ -128,6 +129,7 @@ struct EngineStats {
     visit("accepted", stats.accepted);
     visit("draft_failures", stats.draft_failures);
     visit("kv_bytes_moved", stats.kv_bytes_moved);
+    visit("kv_bytes_copied", stats.kv_bytes_copied);
     visit("seconds", stats.seconds);
     visit("prefill_seconds", stats.prefill_seconds);
     visit("step_seconds", stats.step_seconds);
