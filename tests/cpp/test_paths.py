@@ -47,6 +47,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run one way to its end."""
     options.setdefault("env", environment())
+    # A shell's background jobs, these tests among them, begin with SIGINT ignored.
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     done = subprocess.run(
         [str(programs / "paths"), way, str(bundle), *arguments],
         capture_output=True,

@@ -50,7 +50,7 @@ def pss(bundle: Path, precision: str, which: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("fp32", 1.2), ("int4", 1.45)])
+@pytest.mark.parametrize(("precision", "limit"), [pytest.param("fp32", 1.2, marks=pytest.mark.full), ("int4", 1.45)])
 def test_all_engines_of_a_precision_take_little_more_than_the_largest(
     default_bundle: Path, precision: str, limit: float, capsys: pytest.CaptureFixture[str]
 ) -> None:

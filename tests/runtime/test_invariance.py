@@ -12,6 +12,7 @@ import pytest
 from kvrelay import EngineError
 from kvrelay.box import Box
 from kvrelay.bundle import open_bundle
+from kvrelay.findings import Findings
 from kvrelay.fingerprint import PREFIX, Fingerprint, fingerprint, fingerprint_elsewhere
 from kvrelay.invariance import Verdict, check_shapes, promise_of, shape_classes
 from kvrelay.kv import KVCache
@@ -210,15 +211,15 @@ def test_shapes_that_give_some_rows_of_their_window_are_compared_in_those(
     assert classes[0] == [] and shape.name in classes[1]
 
 
-def test_findings_from_before_names_told_rows_are_not_read(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stored(kind: str) -> list[str]:
-        return box.findings.remembered(kind, "fp32", "key", lambda: ["found anew"], list, again=False)
+def test_findings_from_before_names_told_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stored(found: str) -> list[str]:
+        return Findings(tmp_path, ["here"]).remembered("kind", "fp32", "key", lambda: [found], list, again=False)
 
     with monkeypatch.context() as patch:
         patch.setattr("kvrelay.findings._FORMAT", "1")
-        assert box.findings.remembered("kind", "fp32", "key", lambda: ["old"], list, again=True) == ["old"]
-        assert stored("kind") == ["old"]
-    assert stored("kind") == ["found anew"]
+        assert stored("old") == ["old"]
+        assert stored("found anew") == ["old"]
+    assert stored("found anew") == ["found anew"]
 
 
 def test_engines_that_quantise_activations_lie_in_no_class(dynamic_box: Box) -> None:

@@ -13,6 +13,7 @@ from kvrelay import Engine, ExactnessError, Faults, Result
 from kvrelay.batch_target import BatchTarget, Feed
 from kvrelay.box import Box
 from kvrelay.invariance import Verdict
+from kvrelay.logits import LogitRow
 from kvrelay.shapes import Shape
 from rig import PROMPT, SAMPLED, Solo, assert_counted, assert_idle, assert_same, assert_valid
 
@@ -39,13 +40,14 @@ class Placed:
         for shape in (target.main,):
             target.verdicts[shape.name] = Verdict("logits differ at other places", None)
 
-    def run(self, shape: Shape, slot: int, feeds: Sequence[Feed]) -> np.ndarray:
-        logits = self._run(shape, slot, feeds)
+    def run(self, shape: Shape, slot: int, feeds: Sequence[Feed]) -> list[list[LogitRow]]:
+        rows = self._run(shape, slot, feeds)
         if shape == self._target.main:
+            logits = rows[0][0].bound.logits
             places = np.arange(shape.width)[:, None] * 1.7 + np.arange(logits.shape[2])
             logits += np.sin(places).astype(np.float32)
             self.windows += [(feed.start, len(feed.tokens)) for feed in feeds if list(feed.tokens) != [0]]
-        return logits
+        return rows
 
 
 @pytest.fixture(scope="module")

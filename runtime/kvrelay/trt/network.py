@@ -22,6 +22,21 @@ _UNUSED = "Unused Input"
 _EXPECTED = "has Int64 binding"
 
 
+_loggers: dict[Any, Any] = {}  # by the library's class of loggers
+
+
+def _new_logger(trt: Any) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.writes_to: Log
+
+        def log(self, severity: Any, message: str) -> None:
+            self.writes_to.take(trt, severity, message)
+
+    return Logger()
+
+
 @dataclass(slots=True)
 class Log:
     """What the library said, from warnings upwards."""
@@ -30,21 +45,24 @@ class Log:
     errors: list[str] = field(default_factory=list)
 
     def logger(self, trt: Any) -> Any:
-        """Return a logger of the library that writes here."""
+        """Return the process's logger of the library, which from now on writes here.
 
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self, log: Log) -> None:
-                trt.ILogger.__init__(self)
-                self._log = log
+        The library keeps the first logger that it is given and ignores others for as long as anything made with it
+        lives: what is said would go to a log that nobody reads.
+        """
+        logger = _loggers.get(trt.ILogger)
+        if logger is None:
+            logger = _loggers[trt.ILogger] = _new_logger(trt)
+        logger.writes_to = self
+        return logger
 
-            def log(self, severity: Any, message: str) -> None:
-                line = " ".join(message.split())
-                if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                    self._log.errors.append(line)
-                elif severity == trt.ILogger.WARNING and _EXPECTED not in line:
-                    self._log.warnings.append(line)
-
-        return Logger(self)
+    def take(self, trt: Any, severity: Any, message: str) -> None:
+        """Note a message of the library."""
+        line = " ".join(message.split())
+        if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+            self.errors.append(line)
+        elif severity == trt.ILogger.WARNING and _EXPECTED not in line:
+            self.warnings.append(line)
 
     def remarks(self) -> tuple[str, ...]:
         """Return every different line."""
