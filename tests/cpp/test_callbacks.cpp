@@ -45,6 +45,14 @@ TEST_CASE("what a callback throws comes out unchanged, and the next generation i
   });
 }
 
+TEST_CASE("an empty function is no callback") {
+  const kvrelay::Pipeline pipe(bundle(), plain());
+  const std::function<void(std::string_view)> none;
+  CHECK(pipe.generate({50, 60, 70}, length(4), none).token_ids.size() == 4);
+  CHECK(!kvrelay::OnText(none));
+  CHECK(kvrelay::OnText([](std::string_view) {}));
+}
+
 TEST_CASE("a callback may cancel its own request") {
   on_both([](auto run) {
     const kvrelay::Result result = run([](std::string_view, kvrelay::Request& request) { request.cancel(); });

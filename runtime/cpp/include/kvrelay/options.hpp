@@ -11,6 +11,8 @@
 #include <variant>
 #include <vector>
 
+#include "error.hpp"
+
 namespace kvrelay {
 
 /// One turn of a chat.
@@ -44,7 +46,7 @@ using TokenIds = View<std::int64_t>;
 /// Given as TokenIds, ids are read where they lie and must stay there until the call returns.
 class Prompt {
  public:
-  Prompt(const char* text) : value_(std::string(text)) {}
+  Prompt(const char* text) : value_(std::string(not_null(text))) {}
   Prompt(std::string_view text) : value_(std::string(text)) {}
   Prompt(std::string text) : value_(std::move(text)) {}
   Prompt(std::vector<Message> chat) : value_(std::move(chat)) {}
@@ -57,6 +59,11 @@ class Prompt {
   const Value& value() const noexcept { return value_; }
 
  private:
+  static const char* not_null(const char* text) {
+    if (text == nullptr) throw Error(ErrorKind::prompt, "", "the prompt is a null pointer");
+    return text;
+  }
+
   Value value_;
 };
 
@@ -75,6 +82,7 @@ struct TraceEvent {
 };
 
 /// How one answer is made. Every field begins at the value that it has in Python, most of which turn it off.
+/// (Each names that value, the empty ones too: compilers warn of designated initialisers that leave out one without.)
 struct Options {
   std::int64_t max_new_tokens = 128;
   double temperature = 0;          // 0 takes the most likely token
@@ -84,11 +92,11 @@ struct Options {
   double repetition_penalty = 1;   // 1: off
   double frequency_penalty = 0;    // 0: off
   double presence_penalty = 0;     // 0: off
-  std::optional<std::uint64_t> seed;  // none draws one, which the result records
-  std::vector<std::string> stop;   // strings that end the text and are not part of it
+  std::optional<std::uint64_t> seed = {};  // none draws one, which the result records
+  std::vector<std::string> stop = {};  // strings that end the text and are not part of it
   bool ignore_eos = false;
   bool deterministic = false;      // Engine only: bit-identical whatever else is served; the result has a receipt
-  std::function<void(const TraceEvent&)> trace;  // Pipeline only: told each window, on the thread that generates
+  std::function<void(const TraceEvent&)> trace = {};  // Pipeline only: told each window, on the thread that generates
 
   /// Calls `visit(name, value)` for each option of Engine::submit and Pipeline::generate but the last two.
   template <class Self, class Visit>
@@ -113,15 +121,15 @@ using Progress = std::function<void(std::string_view)>;
 /// How a bundle is opened by a Pipeline; fields and defaults as in Python.
 struct PipelineOptions {
   std::string draft = "auto";
-  std::optional<std::int64_t> window;    // none: costs decide
-  std::optional<std::string> precision;  // none: the bundle's first
-  std::optional<std::int64_t> threads;   // of the process; none: the count in force
+  std::optional<std::int64_t> window = {};  // none: costs decide
+  std::optional<std::string> precision = {};  // none: the bundle's first
+  std::optional<std::int64_t> threads = {};  // of the process; none: the count in force
   bool exact = true;
   std::string backend = "onnxruntime";   // or "tensorrt", "tensorrt-rtx", which run the plans of `kvrelay build`
-  std::optional<std::string> provider;   // of onnxruntime: "cpu", "cuda", "tensorrt", or several by commas; none: "cpu"
-  std::optional<std::string> draft_backend;   // of drafts with an engine; both none: where the target runs
-  std::optional<std::string> draft_provider;
-  Progress progress;
+  std::optional<std::string> provider = {};  // of onnxruntime: "cpu", "cuda", "tensorrt", or several by commas; none: "cpu"
+  std::optional<std::string> draft_backend = {};  // of drafts with an engine; both none: where the target runs
+  std::optional<std::string> draft_provider = {};
+  Progress progress = {};
 
   template <class Self, class Visit>
   static void visit(Self& options, Visit&& visit) {
@@ -156,18 +164,18 @@ struct Faults {
 /// How a bundle is opened by an Engine; fields and defaults as in Python.
 struct EngineOptions {
   std::int64_t max_batch = 8;
-  std::optional<std::string> precision;  // none: the bundle's first
-  std::optional<std::int64_t> threads;   // of the process; none: the count in force
+  std::optional<std::string> precision = {};  // none: the bundle's first
+  std::optional<std::int64_t> threads = {};  // of the process; none: the count in force
   std::string draft = "none";
   std::int64_t window = 16;
   std::int64_t group = 4;
-  std::optional<bool> in_class;          // none: whichever costs less
-  std::optional<Faults> faults;
+  std::optional<bool> in_class = {};  // none: whichever costs less
+  std::optional<Faults> faults = {};
   std::string backend = "onnxruntime";   // or "tensorrt", "tensorrt-rtx", which run the plans of `kvrelay build`
-  std::optional<std::string> provider;   // of onnxruntime: "cpu", "cuda", "tensorrt", or several by commas; none: "cpu"
-  std::optional<std::string> draft_backend;   // of drafts with an engine; both none: where the target runs
-  std::optional<std::string> draft_provider;
-  Progress progress;
+  std::optional<std::string> provider = {};  // of onnxruntime: "cpu", "cuda", "tensorrt", or several by commas; none: "cpu"
+  std::optional<std::string> draft_backend = {};  // of drafts with an engine; both none: where the target runs
+  std::optional<std::string> draft_provider = {};
+  Progress progress = {};
 
   template <class Self, class Visit>
   static void visit(Self& options, Visit&& visit) {

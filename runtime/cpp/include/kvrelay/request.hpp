@@ -96,7 +96,11 @@ class OnText {
 
   template <class Code,
             std::enable_if_t<std::is_invocable_v<Code&, std::string_view> && !std::is_same_v<Code, OnText>, int> = 0>
-  OnText(Code code) : code_([code = std::move(code)](std::string_view piece, Request&) mutable { code(piece); }) {}
+  OnText(Code code) {
+    if constexpr (std::is_constructible_v<bool, const Code&>)  // an empty std::function is no callback
+      if (!static_cast<bool>(code)) return;
+    code_ = [code = std::move(code)](std::string_view piece, Request&) mutable { code(piece); };
+  }
 
   explicit operator bool() const noexcept { return static_cast<bool>(code_); }
   void operator()(std::string_view piece, Request& request) const { code_(piece, request); }
