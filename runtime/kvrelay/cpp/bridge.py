@@ -26,17 +26,21 @@ def close_engines(engines: Sequence[Engine], seconds: float) -> bool:
     """Close all engines at once; return whether their threads ended within ``seconds``."""
     deadline = time.monotonic() + seconds
     closers = [threading.Thread(target=engine.close, daemon=True) for engine in engines]
+    for engine, closer in zip(engines, closers, strict=True):
+        try:
+            closer.start()
+        except RuntimeError:  # a host that ends its interpreter can start no thread (Python 3.12), nor one at its limit
+            engine.close()
     for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join(max(0.0, deadline - time.monotonic()))
+        if closer.ident is not None:
+            closer.join(max(0.0, deadline - time.monotonic()))
     return not any(closer.is_alive() for closer in closers)
 
 
 def wait(handle: Handle, seconds: float) -> bool:
-    """Return whether a request ended, well or not, within ``seconds``."""
+    """Return whether a request ended, well or not, within ``seconds``: any number, infinity and NaN included."""
     try:
-        handle.result(seconds)
+        handle.result(min(seconds, threading.TIMEOUT_MAX) if seconds > 0 else 0.0)
     except TimeoutError:
         return False
     except KvrelayError:
