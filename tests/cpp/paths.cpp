@@ -225,6 +225,37 @@ const std::map<std::string, std::function<int()>> ways = {
        waitpid(child, &status, 0);
        return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? 13 : 1;
      }},
+    {"a forked child uses and destroys",
+     [] {
+       generate_for_ever();
+       for (int i = 0; i < 10; ++i) {
+         const pid_t child = fork();
+         if (child == 0) {
+           alarm(20);  // a hang
+           int refused = 0;
+           const auto refuse = [&](const std::function<void()>& use) {
+             try {
+               use();
+             } catch (const kvrelay::Error& error) {
+               refused += error.kind() == kvrelay::ErrorKind::interpreter;
+             }
+           };
+           refuse([] { global_pipeline->generate("hello", length(1)); });
+           refuse([] { (void)global_engine->submit("hello", length(1)); });
+           refuse([] { kvrelay::Pipeline(bundle, plain()); });
+           refuse([] { kvrelay::start(environment); });
+           global_request.reset();
+           global_engine.reset();
+           global_pipeline.reset();
+           kvrelay::shutdown();
+           std::exit(refused);
+         }
+         int status = 0;
+         waitpid(child, &status, 0);
+         if (!WIFEXITED(status) || WEXITSTATUS(status) != 4) return 1;
+       }
+       return 14;
+     }},
     {"starts on a thread that ends",
      [] {
        int failures = 0;

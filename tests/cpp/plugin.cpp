@@ -23,5 +23,16 @@ int plugin_generate(const char* bundle) {
   }
 }
 
+/// Returns 0, or a negative number for an error.
+int plugin_start(const char* environment) {
+  try {
+    kvrelay::start(environment);
+    return 0;
+  } catch (const kvrelay::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return -1 - static_cast<int>(error.kind());
+  }
+}
+
 void plugin_shutdown() { kvrelay::shutdown(); }
 }

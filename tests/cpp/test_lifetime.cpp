@@ -134,6 +134,26 @@ TEST_CASE("shutdown ends what other threads are doing, and what is made afterwar
   }
 }
 
+TEST_CASE("calls that begin while work is stopped are told so, and not that their engine is closed") {
+  for (int repeat = 0; repeat < repeats(); ++repeat) {
+    const Watchdog watchdog("submitting while work is stopped");
+    const kvrelay::Engine engine(bundle(), serving());
+    std::atomic<int> told{0}, running{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 8; ++t)
+      threads.emplace_back([&] {
+        const kvrelay::ErrorKind kind = kind_of([&] {
+          for (;; ++running) engine.submit({5}, length(1)).cancel();
+        });
+        if (kind == kvrelay::ErrorKind::shutdown) ++told;
+      });
+    while (running < 40) std::this_thread::yield();
+    kvrelay::shutdown();
+    for (std::thread& thread : threads) thread.join();
+    CHECK(told == 8);
+  }
+}
+
 TEST_CASE("what was moved from says so") {
   kvrelay::Pipeline pipe(bundle(), plain());
   const kvrelay::Pipeline moved = std::move(pipe);

@@ -20,7 +20,7 @@ enum class ErrorKind {
   prompt,           // a prompt is empty, too long, or malformed
   thread_count,     // the process already runs its engines with another number of threads
   kvrelay,          // another KvrelayError; type() names it
-  interpreter,      // Python cannot be started, or lacks kvrelay
+  interpreter,      // Python cannot be started or used here, or lacks kvrelay
   shutdown,         // kvrelay::shutdown() was called while, or before, this object was used
   timeout,          // the request has not ended yet
   python,           // any other Python exception; type() names it

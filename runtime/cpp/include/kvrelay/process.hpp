@@ -21,7 +21,7 @@ inline void start(const std::filesystem::path& folder) { detail::start(folder); 
 /// running is not waited for. The interpreter goes on: what is made afterwards works as before.
 inline void shutdown() {
   detail::State& state = detail::State::get();
-  if (!state.started || state.gone) return;
+  if (!state.started || state.lost()) return;
   state.refuse(detail::any_epoch);
   detail::stop(state, false, std::nullopt);
 }

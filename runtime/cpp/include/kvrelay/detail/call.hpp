@@ -66,8 +66,8 @@ class Attached {
   }
   ~Attached() {
     State& state = State::get();
+    if (state.lost()) return;
     if (state.others_end()) park();
-    if (state.gone) return;
     PyEval_RestoreThread(saved_);
     PyGILState_Release(gil_);
   }
@@ -91,7 +91,7 @@ class Ref {
   }
   ~Ref() {
     State& state = State::get();
-    if (pointer_ == nullptr || state.gone || state.ends_here()) return;  // left to the end of the process
+    if (pointer_ == nullptr || state.lost() || state.ends_here()) return;  // left to the end of the process
     try {
       Call call(any_epoch);
       Py_DECREF(pointer_);
@@ -105,6 +105,14 @@ class Ref {
  private:
   PyObject* pointer_ = nullptr;
 };
+
+/// Returns a text of Python's as UTF-8. Half characters, which stand for the bytes of a file name that is not UTF-8,
+/// become escapes. The GIL is held.
+inline std::string utf8_of(py::handle text) {
+  const auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes) throw py::error_already_set();
+  return bytes;
+}
 
 /// Returns `error` in this library's terms. The GIL is held.
 inline Error translated(py::error_already_set& error) {
@@ -128,13 +136,13 @@ inline Error translated(py::error_already_set& error) {
   std::string type, text;
   ErrorKind kind = ErrorKind::python;
   try {
-    type = py::str(error.type().attr("__name__"));
-    text = py::str(error.value());
+    type = utf8_of(error.type().attr("__name__"));
     for (py::handle base : py::tuple(error.type().attr("__mro__"))) {
-      const std::string name = py::str(base.attr("__name__"));
+      const std::string name = utf8_of(base.attr("__name__"));
       for (const auto& [known, its_kind] : kinds)
         if (name == known && kind == ErrorKind::python) kind = its_kind;
     }
+    text = utf8_of(py::str(error.value()));
   } catch (py::error_already_set&) {  // an exception whose text cannot be made
   }
   if (kind == ErrorKind::python) text = text.empty() ? type : type + ": " + text;
@@ -169,9 +177,15 @@ void outside(Code&& code) {
   }
   if (state.others_end()) park();
   PyEval_RestoreThread(saved);
+  bool ending = false;
   {
     std::lock_guard<std::mutex> lock(state.mutex);
-    state.return_to(true);
+    ending = state.others_end();
+    if (!ending) state.return_to(true);
+  }
+  if (ending) {  // it began before the lock: the exit handler does not wait for this thread
+    PyEval_SaveThread();
+    park();
   }
   if (error) std::rethrow_exception(error);
 }

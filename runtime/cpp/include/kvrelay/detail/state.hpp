@@ -58,6 +58,7 @@ struct State {
   std::atomic<bool> exiting{false};            // exit() has begun
   std::atomic<unsigned long> exit_thread{0};   // Python's id of the thread that called it
   std::atomic<bool> gone{false};               // the host is finalising the interpreter that it owns
+  std::atomic<bool> forked{false};             // this is a child of the process in which all of this was made
 
   std::mutex start_mutex;
   std::atomic<bool> started{false};
@@ -74,22 +75,35 @@ struct State {
   /// Whether another thread is ending the process: this one has to park.
   bool others_end() const noexcept { return exiting && exit_thread != thread(); }
 
+  /// Whether Python is out of reach for good: what it owns is left to the end of the process.
+  bool lost() const noexcept { return gone || forked; }
+
+  /// Whether what was made in the epoch `made_in` may not be used any more.
+  bool refuses(std::uint64_t made_in) const noexcept { return lost() || exiting || made_in < epoch; }
+
   /// Throws if what was made in the epoch `made_in` may not be used any more; never returns once the process ends.
   void refuse(std::uint64_t made_in) const {
+    if (forked)
+      throw Error(ErrorKind::interpreter, "",
+                  "this process was forked from one that uses kvrelay, whose threads it lacks: fork before kvrelay is "
+                  "first used, or start the child by exec");
     if (others_end()) park();
-    if (exiting || made_in < epoch) throw shutdown_error();
     if (gone)
       throw Error(ErrorKind::interpreter, "",
                   "the host finalised the interpreter that kvrelay ran in; numpy and others cannot be loaded twice in a "
                   "process: keep the interpreter until the process ends");
+    if (refuses(made_in)) throw shutdown_error();
   }
 
   /// Counts this thread in and returns `stops`.
   std::uint64_t enter(std::uint64_t made_in, bool opening) {
-    refuse(made_in);
-    std::lock_guard<std::mutex> lock(mutex);
-    return_to(opening);
-    return stops;
+    for (;;) {
+      refuse(made_in);
+      std::lock_guard<std::mutex> lock(mutex);
+      if (refuses(made_in)) continue;  // a stop came before the lock: it does not count this thread, nor wait for it
+      return_to(opening);
+      return stops;
+    }
   }
 
   /// Counts this thread in again after its leave(). `mutex` is held.

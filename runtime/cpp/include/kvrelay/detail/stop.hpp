@@ -20,7 +20,7 @@ struct EngineCore {
   }
   ~EngineCore() {
     State& state = State::get();
-    if (state.ends_here()) return;
+    if (state.lost() || state.ends_here()) return;
     std::lock_guard<std::mutex> lock(state.mutex);
     state.engines.erase(this);
   }
