@@ -68,7 +68,12 @@ class PromptArgument {
   }
   ~PromptArgument() {
     // Whatever still holds the view, such as an exception's frame, must not reach into the caller's memory later.
-    if (view_) object.attr("release")();
+    if (!view_) return;
+    try {
+      object.attr("release")();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("kvrelay: the view of a prompt");
+    }
   }
   PromptArgument(const PromptArgument&) = delete;
   PromptArgument& operator=(const PromptArgument&) = delete;

@@ -25,8 +25,9 @@ class ProgressBridge {
   ProgressBridge& operator=(const ProgressBridge&) = delete;
 
   py::object function() const {
-    return py::cpp_function([slot = slot_](const std::string& text) {
+    return py::cpp_function([slot = slot_](const py::str& line) {
       if (slot->progress == nullptr) return;
+      const std::string text = utf8_of(line);
       try {
         if (*slot->progress) outside([&] { (*slot->progress)(text); });
         if (slot->stops != State::get().stops) throw shutdown_error();
@@ -38,9 +39,9 @@ class ProgressBridge {
     });
   }
 
-  /// What ended the opening, if it was the callback or a stop.
+  /// What ended the opening, if it was the callback or a stop. Python may keep the function: not the host's exception.
   void rethrow() const {
-    if (slot_->error) std::rethrow_exception(slot_->error);
+    if (const std::exception_ptr error = std::exchange(slot_->error, nullptr)) std::rethrow_exception(error);
   }
 
  private:
