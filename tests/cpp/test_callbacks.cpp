@@ -54,11 +54,21 @@ TEST_CASE("an empty function is no callback") {
 }
 
 TEST_CASE("a callback may cancel its own request") {
-  on_both([](auto run) {
-    const kvrelay::Result result = run([](std::string_view, kvrelay::Request& request) { request.cancel(); });
-    CHECK(result.finish_reason == "cancelled");
-    CHECK(result.token_ids.size() < 40);
-  });
+  const auto cancel = [](std::string_view, kvrelay::Request& request) { request.cancel(); };
+  const kvrelay::Pipeline pipe(bundle(), drafting());
+  const kvrelay::Engine engine(bundle(), serving());
+  int cancelled = 0;
+  for (int repeat = 0; repeat < repeats(); ++repeat) {
+    const Watchdog watchdog("cancel in a callback");
+    const kvrelay::Result of_pipe = pipe.generate({50, 60, 70}, length(40), cancel);
+    CHECK(of_pipe.finish_reason == "cancelled");
+    CHECK(of_pipe.token_ids.size() < 40);
+    // An engine generates whether or not somebody reads: now and then all is there before the first callback.
+    const kvrelay::Result of_engine = engine.submit({50, 60, 70}, length(40)).stream(cancel);
+    if (of_engine.finish_reason == "cancelled") ++cancelled;
+    CHECK((of_engine.finish_reason == "cancelled") == (of_engine.token_ids.size() < 40));
+  }
+  CHECK(cancelled > 0);
 }
 
 TEST_CASE("a callback may call back into generate") {
