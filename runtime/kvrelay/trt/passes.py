@@ -111,7 +111,7 @@ class TrtPass:
             if largest is not None:
                 largest.to_host()
 
-        self.launcher = Launcher(queue, captured=captured)
+        self.launcher = Launcher(name, queue, captured=captured)
 
     @property
     def logits(self) -> npt.NDArray[np.float32]:
