@@ -111,7 +111,7 @@ def test_a_receipt_names_the_gpu_and_the_plans_and_replays(bundle: Bundle, gpu: 
     conditions = result.receipt.conditions
     assert conditions.backend == "tensorrt 10.16.1"
     assert conditions.provider == "tensorrt"
-    assert conditions.device == "Fake GPU (sm87)"
+    assert conditions.device == "Fake GPU (sm87, 8 multiprocessors)"
     assert conditions.libraries == "CUDA 12.6, driver for CUDA 12.6"
     for entry in bundle.engines(role="verify"):
         assert conditions.engines[entry.name] not in ("", entry.file.sha256), "the plan's own hash"
