@@ -136,7 +136,9 @@ def test_a_pass_that_would_leave_the_cache_is_refused_before_it_runs(path: Path,
     capacity = pipe._bundle.target.capacity
     for start in (-1, capacity - 3):
         bound.write_index[:] = start
-        with pytest.raises(EngineError, match=rf"a pass of 4 at entries {start}\.\.{start} leaves the capacity {capacity}"):
+        with pytest.raises(
+            EngineError, match=rf"a pass of 4 at entries {start}\.\.{start} leaves the capacity {capacity}"
+        ):
             bound.run()
 
 
