@@ -148,11 +148,16 @@ class Build:
         timing.load(config)
         if entry.batch is None:
             for profile in self._key(entry).profiles:
+                refused = f"{entry.name}: the profile {profile.name} is refused"
                 made = builder.create_optimization_profile()
                 for name, bounds in profile.shapes(entry, self._model(entry)).items():
-                    _set_shape(made, name, bounds, f"{entry.name}: the profile {profile.name} is refused")
+                    try:
+                        made.set_shape(name, *bounds)
+                    except (RuntimeError, TypeError):  # sizes that the library cannot count to
+                        sizes = f"{name} of {bounds[0]} to {bounds[-1]}"
+                        raise PlanError(f"{refused}: {sizes}; build with a smaller --max-batch") from None
                 if config.add_optimization_profile(made) < 0:
-                    raise PlanError(f"{entry.name}: the profile {profile.name} is refused: {log.first_error()}")
+                    raise PlanError(f"{refused}: {log.first_error()}")
         data = builder.build_serialized_network(parsed.network, config)
         if data is None or not data.nbytes:
             raise PlanError(f"{entry.name}: {self.device} could not build it: {log.first_error()}")
@@ -197,13 +202,6 @@ def _refuse_dialects(trt: Any, backend: Backend, bundle: Bundle) -> None:
             f"{' and '.join(usable)}: on a workstation run "
             f"`kvrelay export {bundle.target.source} --dialect {usable[0]} --output {bundle.path}-{usable[0]}`"
         )
-
-
-def _set_shape(profile: Any, name: str, bounds: tuple[tuple[int, ...], ...], refused: str) -> None:
-    try:
-        profile.set_shape(name, *bounds)
-    except (RuntimeError, TypeError):  # what the library cannot count to, such as a huge --max-batch
-        raise PlanError(f"{refused}: {name} of {bounds[0]} to {bounds[-1]}; build with a smaller --max-batch") from None
 
 
 def _monitor(trt: Any, engine: str, run: Interruptible[Any], progress: Progress) -> Any:
