@@ -19,8 +19,8 @@ __all__ = ["OPSET", "lower_decomposed"]
 
 OPSET = 17
 _IR_VERSION = 8  # of the ONNX release that brought opset 17
-# Hides a score: exp() of it is zero beside any real one, and added to one it is still a float16.
-_HIDDEN = -30000.0
+# Hides a score: exp() of it is zero beside any real one, and added to one it is still a number of its dtype.
+_HIDDEN = {"float16": -30000.0, "float32": -1e30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _shared(graph: ir.Graph, node: ir.Node) -> _Pass:
     positions = add("Add", add("Unsqueeze", write_index, add.ints(1)), offsets)  # [B, S]
     cos_rows, sin_rows = (add("Unsqueeze", add("Gather", table, positions), add.ints(1)) for table in (cos, sin))
     visible = add("LessOrEqual", entries, add("Unsqueeze", positions, add.ints(1, 3)))  # [B, 1, S, Lmax]
-    hide = add("Where", visible, add.scalar(0.0, dtype), add.scalar(_HIDDEN, dtype))
+    hide = add("Where", visible, add.scalar(0.0, dtype), add.scalar(_HIDDEN[dtype.name], dtype))
     row = add("Range", zero, add("Squeeze", batch, add.ints(0)), one)
     full = add("Concat", batch, add.ints(kv_heads), width, add.ints(1), axis=0)
     axes = (add("Unsqueeze", row, add.ints(1, 2, 3)), kv_head, add("Unsqueeze", positions, add.ints(1, 3)))

@@ -103,7 +103,7 @@ def _check_forms(options: ExportOptions) -> None:
     wanted = [*options.precisions, *(d for d in options.drafts if d != "skip")]
     for precision in wanted:
         check_lowering(options.dialect, precision, options.activations_of(precision))
-    if options.drafts and options.draft_kv != "float32" and options.dialect != "ort":
+    if options.draft_kv != "float32" and options.dialect != "ort":
         raise ExportError(
             f"--draft-kv {options.draft_kv} is part of the ort dialect only: the {options.dialect} dialect keeps KV "
             "in the dtype of the activations"

@@ -123,6 +123,8 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     path = resolve(source)
+    # A snapshot of the hub lies in a folder that is named by a revision.
+    fetched = not Path(source).expanduser().exists() and source != DEFAULT_MODEL
     file = GgufFile(path) if path.suffix == ".gguf" else None
     if file is None and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ExportError(f"{path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
@@ -167,8 +169,8 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
             f"{path}: the tokenizer has ids up to {vocab_size - 1}, the embedding only {model.config.vocab_size} rows"
         )
     return Checkpoint(
-        name=name or (DEFAULT_MODEL if source == DEFAULT_MODEL else path.stem if file else path.resolve().name),
-        source=source if source == DEFAULT_MODEL or not path.exists() else path.resolve().name,
+        name=name or _name(source, path, fetched=fetched),
+        source=source if source == DEFAULT_MODEL or fetched else path.resolve().name,
         sha256=_source_hash(path),
         model=model.eval(),
         tokenizer_json=backend.to_str(),
@@ -177,6 +179,14 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
         bos_id=bos_id,
         eos_ids=_merge(eos),
     )
+
+
+def _name(source: str, path: Path, *, fetched: bool) -> str:
+    if source == DEFAULT_MODEL:
+        return DEFAULT_MODEL
+    if fetched:
+        return source.partition("/")[2]
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
 def _merge(found: Iterable[Any]) -> list[int]:

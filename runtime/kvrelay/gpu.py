@@ -19,11 +19,16 @@ class Gpu:
     compute_capability: str  # "sm87"
     bytes: int  # of its memory; an integrated one shares the CPU's
     integrated: bool
+    multiprocessors: int  # in use: Jetson modules of one name differ in them, and so do power modes of one module
 
     @property
     def identity(self) -> str:
         """Digest of what the bits of a result may depend on: the model, not the piece."""
-        return hashlib.sha256(f"{self.name}\n{self.compute_capability}".encode()).hexdigest()[:16]
+        facts = f"{self.name}\n{self.compute_capability}\n{self.multiprocessors}"
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.compute_capability}, {self.multiprocessors} multiprocessors)"
 
 
 def gpus() -> list[Gpu]:
@@ -80,4 +85,5 @@ def _gpu(properties: Any) -> Gpu:
         compute_capability=f"sm{properties.major}{properties.minor}",
         bytes=int(properties.totalGlobalMem),
         integrated=bool(properties.integrated),
+        multiprocessors=int(properties.multiProcessorCount),
     )

@@ -52,4 +52,4 @@ def identity_of(place: Place) -> Identity:
     gpu = require_gpu()
     driver, library = cuda_versions()
     libraries = f"CUDA {library}, driver for CUDA {driver}"
-    return Identity(backend, place.provider, libraries, f"{gpu.name} ({gpu.compute_capability})", gpu.identity)
+    return Identity(backend, place.provider, libraries, str(gpu), gpu.identity)

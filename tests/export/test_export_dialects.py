@@ -10,8 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 from kvrelay.ort.threads import load_session
-from tracing import Program, hf_logits, random_ids
+from tiny import build_model
+from tracing import Program, hf_logits, random_ids, trace_program
 
 BIASED = {
     "qwen2": ("qwen2", {}),
@@ -49,6 +51,18 @@ def test_a_tied_head_is_stored_once_and_computes_the_same(program: Callable[...,
     for precision, limit in (("fp32", 2e-5), *([("int8", 0.2)] if dialect != "decomposed" else [])):
         difference = traced.logits(traced.engine(dialect, precision), ids) - hf_logits(traced.model, ids)
         assert np.abs(difference).max() < limit
+
+
+def test_scores_of_any_size_are_hidden(tmp_path: Path) -> None:
+    model = build_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for product in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                product.weight.mul_(300)
+    traced = trace_program(model, tmp_path)
+    ids = random_ids(model, 2, 40)
+    wanted = traced.logits(traced.engine("standard"), ids)
+    np.testing.assert_allclose(traced.logits(traced.engine("decomposed"), ids), wanted, atol=1e-3)
 
 
 # --- standard ---------------------------------------------------------------------------------------------------------

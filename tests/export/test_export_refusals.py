@@ -103,6 +103,7 @@ def test_a_context_over_the_model_s_limit_is_refused_with_both_numbers(tmp_path:
         ({"dialect": "onnx"}, "dialect 'onnx' is unknown: ort, standard, decomposed"),
         ({"dialect": "standard", "drafts": ("int8-dynamic",)}, "int8-dynamic is not part of the standard dialect"),
         ({"dialect": "standard", "draft_kv": "float16", "drafts": ("int4",)}, "part of the ort dialect only"),
+        ({"dialect": "standard", "draft_kv": "float16", "drafts": ()}, "part of the ort dialect only"),
         ({"precisions": ("fp16",)}, "fp16 is not part of the ort dialect; it has fp32, int8, int4, int8-dynamic; "),
         ({"precisions": ("fp16",)}, "--dialect standard or decomposed has it"),
         ({"dialect": "decomposed", "precisions": ("int4",)}, "int4 is not part of the decomposed dialect; it has fp32"),

@@ -160,6 +160,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     refused(file, r"model\.bin is a file but not a \.gguf")
 
 
+def test_a_model_of_the_hub_is_named_by_its_id_not_by_the_folder_of_its_revision(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = model.rename(model.with_name("0123456789abcdef"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
+    checkpoint = load_checkpoint("someone/some-model")
+    assert (checkpoint.name, checkpoint.source) == ("some-model", "someone/some-model")
+
+
 def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> str:
         raise OSError("the network is down\nand more")

@@ -58,9 +58,9 @@ def main() -> int:
         for name in ("standard", "decomposed"):
             label = f"{place}, {name}"
             print(f"\n{label}", flush=True)
-            why_not, bundle = (why, None) if why else _open(given.bundles / name, place)
-            if bundle is None:
-                outcomes[label] = [_said(Outcome("all", "skipped", why_not or ""))]
+            bundle = Outcome("all", "skipped", why) if why else _open(given.bundles / name, place)
+            if isinstance(bundle, Outcome):
+                outcomes[label] = [_said(bundle)]
                 continue
             outcomes[label] = []
             started = time.monotonic()
@@ -69,6 +69,7 @@ def main() -> int:
                 late = spent + time.monotonic() - started > given.seconds
                 outcomes[label].append(_said(_skipped_late(check.__name__) if late else _run(check, setting)))
             spent += time.monotonic() - started
+            given.output.write_text(json.dumps(_as_json(report, outcomes), indent=1) + "\n")  # a crash keeps these
     given.output.write_text(json.dumps(_as_json(report, outcomes), indent=1) + "\n")
     return _summary(outcomes, spent)
 
@@ -92,20 +93,24 @@ def _places(only: str | None) -> list[tuple[Place, str | None]]:
     return found
 
 
-def _open(folder: Path, place: Place) -> tuple[str | None, Bundle | None]:
+def _open(folder: Path, place: Place) -> Bundle | Outcome:
     """Make the weights of a bundle, open it, and build its plans; or say why it cannot be checked."""
     if not (folder / RECIPE).exists():
-        return f"no bundle at {folder}: make it on a workstation with `make gpu-check-bundle`", None
+        missing = f"no bundle at {folder}: make it on a workstation with `make gpu-check-bundle`"
+        return Outcome("all", "skipped", missing)
     try:
         make_weights(folder)
         bundle = open_bundle(folder)
         if why := refusal(bundle.manifest.engines[0].dialect, place.backend, library_version(place)):
-            return why, None
+            return Outcome("all", "skipped", why)
         if place.backend != "onnxruntime":
             _build(bundle, place.trt_backend)
     except KvrelayError as error:
-        return str(error), None
-    return None, bundle
+        return Outcome("all", "skipped", str(error))
+    except Exception:  # a fault of a library while it builds: the other places still say something
+        traceback.print_exc()
+        return Outcome("all", "failed", traceback.format_exc(limit=-1).splitlines()[-1])
+    return bundle
 
 
 def _build(bundle: Bundle, backend: Backend) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_check as gpu_check_script
 import pytest
 import right
 from fake_places import fake_gpu
@@ -17,7 +18,7 @@ from kvrelay.bundle import open_bundle
 from kvrelay.place import place_of
 from make_bundle import export_seeded, without_weights
 from seeded import make_weights
-from setting import Setting
+from setting import Outcome, Setting
 
 HERE = Path(__file__).parent
 GEOMETRY = {
@@ -97,6 +98,19 @@ def test_what_needs_a_gpu_passes_on_a_fake_one(bundles: Path, tmp_path: Path) ->
             if check is right.cuda_graphs:
                 assert all(outcome.figures.values()), outcome
         del setting
+
+
+def test_a_library_that_fails_while_it_builds_fails_its_place_alone(
+    bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: object) -> None:
+        raise TypeError("incompatible function arguments")
+
+    monkeypatch.setattr(gpu_check_script, "library_version", lambda _: "10.16.1")
+    monkeypatch.setattr(gpu_check_script, "_build", build)
+    outcome = gpu_check_script._open(bundles / "standard", place_of("tensorrt", None))
+    assert isinstance(outcome, Outcome)
+    assert (outcome.status, outcome.detail) == ("failed", "TypeError: incompatible function arguments")
 
 
 def test_without_a_gpu_everything_is_skipped_with_a_reason(bundles: Path, tmp_path: Path) -> None:

@@ -56,9 +56,17 @@ class _CudaError(IntEnum):
     cudaErrorNoDevice = 100
 
 
-def fake_gpu(patch: pytest.MonkeyPatch, *, free: int = 2**33, integrated: bool = False, error: int = 0) -> None:
+def fake_gpu(
+    patch: pytest.MonkeyPatch, *, free: int = 2**33, integrated: bool = False, error: int = 0, multiprocessors: int = 26
+) -> None:
     """Let kvrelay see an RTX A2000 with 8 GiB, or a CUDA call that fails."""
-    properties = SimpleNamespace(major=8, minor=6, name=b"NVIDIA RTX A2000\0\0", integrated=int(integrated))
+    properties = SimpleNamespace(
+        major=8,
+        minor=6,
+        name=b"NVIDIA RTX A2000\0\0",
+        integrated=int(integrated),
+        multiProcessorCount=multiprocessors,
+    )
     cuda = SimpleNamespace(
         cudaError_t=_CudaError,
         cudaGetDeviceProperties=lambda _: (_CudaError(error), properties),

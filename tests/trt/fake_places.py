@@ -21,6 +21,6 @@ def fake_gpu(folder: Path, cuda: str) -> Iterator[FakeBox]:
         patch.setattr("kvrelay.loading.find_plan", lambda bundle, entry, _, most: box.plan(bundle, entry, most))
         for module in ("loading", "identity"):
             patch.setattr(f"kvrelay.{module}.tensorrt", lambda _: box.library)
-        patch.setattr("kvrelay.identity.require_gpu", lambda: Gpu("Fake GPU", "sm87", 1 << 30, True))
+        patch.setattr("kvrelay.identity.require_gpu", lambda: Gpu("Fake GPU", "sm87", 1 << 30, True, 8))
         patch.setattr("kvrelay.identity.cuda_versions", lambda: (cuda, cuda))
         yield box

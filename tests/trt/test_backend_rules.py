@@ -172,6 +172,39 @@ def test_a_run_that_the_library_refuses_says_why_and_the_pass_can_be_used_again(
         assert (bound.launcher.graph is not None) == warm
 
 
+def test_each_engine_tells_what_the_library_said_of_it_and_nothing_older(loop_bundle: Bundle, fake: FakeBox) -> None:
+    cache = cache_of(loop_bundle)
+    engines = [fake.engine(loop_bundle, entry_of(loop_bundle, n)) for n in ("fp32-verify-1x2", "fp32-verify-1x4")]
+    passes = [engine.bind(cache, width, width) for engine, width in zip(engines, (2, 4), strict=True)]
+    for bound, context, name in zip(passes, fake.library.contexts, ("present_key.0", "present_key.1"), strict=True):
+        context.addresses[name] += 256
+        with pytest.raises(EngineError, match=rf"did not run: {name} must have the address of"):
+            bound.run()
+    fake.library.contexts[0].execute_async_v3 = lambda _: False  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="1x2 did not run: the library gave no reason"):
+        passes[0].run()
+
+
+def test_an_engine_that_cannot_be_captured_runs_call_by_call_and_says_so(
+    loop_bundle: Bundle, fake: FakeBox, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = entry_of(loop_bundle, "fp32-verify-1x4")
+    wanted = fake.engine(loop_bundle, entry).bind(cache_of(loop_bundle), 4, 4)
+    bound = fake.engine(loop_bundle, entry).bind(cache_of(loop_bundle), 4, 4)
+    fake.library.contexts[-1].captures = True  # what this one does on execution, no capture takes
+    for run in range(3):
+        for one in (wanted, bound):
+            one.input_ids[:] = run
+            one.write_index[:] = 4 * run
+            one.logit_rows[:] = range(4)
+            one.run()
+        assert np.array_equal(wanted.logits, bound.logits)
+    assert wanted.launcher.graph is not None
+    assert bound.launcher.graph is None
+    (said,) = caplog.messages
+    assert said.startswith("engine fp32-verify-1x4 runs without a CUDA graph: ")
+
+
 def test_a_fault_of_the_gpu_is_an_error_of_the_run_that_waits_for_it(loop_bundle: Bundle, fake: FakeBox) -> None:
     bound = fake.engine(loop_bundle, entry_of(loop_bundle, "fp32-verify-1x4")).bind(cache_of(loop_bundle), 4, 4)
     fake.library.hook = lambda _: fake.cuda.fail_later(fake.cuda.cudaError_t.cudaErrorIllegalAddress)

@@ -29,6 +29,7 @@ from kvrelay.errors import (
     PlanError,
 )
 from kvrelay.kv import kv_bytes
+from kvrelay.trt import device
 from kvrelay.trt.build import Build
 from kvrelay.trt.device import this_device
 from kvrelay.trt.memory import together
@@ -264,6 +265,37 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(
     assert_one_clear_line(run(small, *ON_RTX), "no folder for the box's cache can be written", "set KVRELAY_CACHE")
 
 
+@pytest.mark.parametrize("taken", [FOLDER, f"{FOLDER}/lock"])
+def test_a_plan_folder_that_cannot_be_used_is_one_clear_line(small: Path, taken: str) -> None:
+    place = cache_directory(small) / taken
+    if taken == FOLDER:
+        place.write_text("a file where the folder would be")
+    else:
+        place.mkdir(parents=True)
+    folder = cache_directory(small) / FOLDER
+    assert_one_clear_line(run(small, *ON_RTX), f"plans cannot be written to {folder}", "set KVRELAY_CACHE")
+
+
+@pytest.mark.parametrize("most", [2**31, 10**20])
+def test_a_batch_that_the_library_cannot_count_to_is_one_clear_line(
+    standard_bundle: Path, tmp_path: Path, cache: Path, most: int
+) -> None:
+    bundle = part_of(standard_bundle, tmp_path / "dynamic", ["fp16-decode"])
+    done = run(bundle, *ON_RTX, "--max-batch", most)
+    assert_one_clear_line(done, "fp16-decode: the profile decode is refused: input_ids", str(most), "smaller --max-b")
+
+
+def test_what_a_progress_function_raises_ends_the_build_and_is_raised(small: Path) -> None:
+    def tell(line: str) -> None:
+        if "Building engine" in line:
+            raise ZeroDivisionError("of the caller")
+
+    bundle = open_bundle(small)
+    with pytest.raises(ZeroDivisionError, match="of the caller"):
+        Build(bundle, RTX, "sm86", progress=tell).build(bundle.manifest.engines[0])
+    assert not plans(small)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
 def test_a_read_only_plan_folder_is_one_clear_error(small: Path, cache: Path) -> None:
     bundle = open_bundle(small)
@@ -338,6 +370,14 @@ def test_without_a_gpu_the_current_device_is_refused_with_what_is_missing(
     fake_gpu(monkeypatch, error=100)
     with pytest.raises(BackendMissingError, match=r"no GPU can be used here: cudaErrorNoDevice \(100\).*--device sm86"):
         Build(bundle, RTX)
+
+    def missing(_: int) -> None:
+        raise RuntimeError("Failed to dlopen\nlibcuda.so.1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "cuda_runtime", lambda: SimpleNamespace(cudaGetDeviceProperties=missing))
+        with pytest.raises(BackendMissingError, match=r"no GPU can be used here: Failed to dlopen libcuda\.so\.1: ins"):
+            Build(bundle, RTX)
     tensorrt_of(monkeypatch, "10.16.1")
     with pytest.raises(BackendMissingError, match=r"install or update the NVIDIA driver$"):
         Build(bundle, "tensorrt")
@@ -360,7 +400,7 @@ def test_what_does_not_fit_on_this_gpu_is_refused_before_it_is_built(
     least = 2 * (products + 2 * model.padded_vocab_size * hidden)
     assert least < memory.weights < 1.2 * least
     fake_gpu(monkeypatch, free=memory.total - 1)
-    with pytest.raises(MemoryBudgetError, match=rf"{entry.name} would need .* of 8192 MiB are free"):
+    with pytest.raises(MemoryBudgetError, match=rf"{entry.name} would need .* of 8192 MiB are free: .*--max-batch"):
         work.examine(entry)
     fake_gpu(monkeypatch, free=memory.total - 1, integrated=True)  # where the file cache counts as used
     assert work.examine(entry) == memory
@@ -377,7 +417,7 @@ def test_tensorrt_builds_for_this_gpu_by_name_and_keeps_its_timing_cache(
     work = Build(bundle, "tensorrt")
     with pytest.warns(DeprecationWarning, match="Timing cache"):  # of TensorRT-RTX, which plays TensorRT here
         built = [work.build(entry) for entry in bundle.manifest.engines]
-    assert {b.plan.key.gpu_name for b in built} == {"NVIDIA RTX A2000"}
+    assert {b.plan.key.gpu_name for b in built} == {"NVIDIA RTX A2000, 26 multiprocessors"}
     assert {b.plan.key.compute_capability for b in built} == {("sm86",)}
     (timing,) = (cache_directory(small) / FOLDER).glob("timing-*.cache")
     assert timing.stat().st_size
@@ -386,3 +426,6 @@ def test_tensorrt_builds_for_this_gpu_by_name_and_keeps_its_timing_cache(
         assert find_plan(bundle, one.entry, here) == one.plan
     with pytest.raises(KvrelayError, match=r"what is stored is for tensorrt 10\.16\.1"):
         find_plan(bundle, built[0].entry, this_device(RTX))
+    fake_gpu(monkeypatch, multiprocessors=12)  # a smaller GPU of the same name, as the modules of one Jetson are
+    with pytest.raises(PlanError, match=r"12 multiprocessors\); what is stored is for NVIDIA RTX A2000, 26 multi"):
+        find_plan(bundle, built[0].entry, this_device("tensorrt"))

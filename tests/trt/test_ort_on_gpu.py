@@ -60,7 +60,8 @@ class FakeSession:
         self._real = load_session(file, options)
         self.loaded.append(providers)
         self.graphs: dict[str, tuple[int, ...]] = {}
-        self._stream = int(providers[0][1]["user_compute_stream"])
+        self._options = providers[0][1]
+        self._stream = int(self._options["user_compute_stream"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -80,7 +81,9 @@ class FakeSession:
     def run_with_iobinding(self, binding: Binding, options: Any) -> None:
         cuda = self.box.cuda
         addresses = tuple(a for _, a, *_ in (*binding.inputs.values(), *binding.outputs.values()))
-        graph = options.get_run_config_entry("gpu_graph_id")
+        # The TensorRT provider has one graph for a session and does not look at the id.
+        captured = self._options.get("trt_cuda_graph_enable") == "1"
+        graph = "" if captured else options.get_run_config_entry("gpu_graph_id")
         assert self.graphs.setdefault(graph, addresses) == addresses, "a graph has the addresses of its capture"
         with cuda.lock:
             (stream,) = [h for h in cuda.handles if int(h) == self._stream]
@@ -113,6 +116,30 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBox]:
 
 def plain(path: Path) -> Result:
     return Pipeline(path, draft="none").generate(PROMPT, **OPTIONS)
+
+
+def test_passes_of_the_tensorrt_provider_are_not_captured_since_it_has_one_graph_for_a_session(
+    path: Path, gpu: FakeBox
+) -> None:
+    pipe = Pipeline(path, draft="self", window=4, provider="tensorrt")
+    assert pipe.generate(PROMPT, **OPTIONS).token_ids == plain(path).token_ids
+    assert not pipe._lanes.box.engine(pipe._lanes._decode).captured
+    for ((name, options),) in gpu_loads():
+        assert name == "TensorrtExecutionProvider"
+        assert options.get("trt_cuda_graph_enable", "0") == "0"
+
+
+def test_a_pass_that_would_leave_the_cache_is_refused_before_it_runs(path: Path, gpu: FakeBox) -> None:
+    pipe = Pipeline(path, draft="none", **CUDA)
+    (entry,) = pipe._bundle.engines(role="decode")
+    bound = pipe._lanes.box.engine(entry).bind(pipe._lanes.box.cache(entry), 4, 1)
+    capacity = pipe._bundle.target.capacity
+    for start in (-1, capacity - 3):
+        bound.write_index[:] = start
+        with pytest.raises(
+            EngineError, match=rf"a pass of 4 at entries {start}\.\.{start} leaves the capacity {capacity}"
+        ):
+            bound.run()
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram", "self", "cousin"])

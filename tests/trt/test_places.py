@@ -15,6 +15,7 @@ from fake_places import fake_gpu
 from kvrelay import Engine, EngineError, ParameterError, Pipeline
 from kvrelay.box import Box
 from kvrelay.bundle import Bundle
+from kvrelay.gpu import Gpu
 from kvrelay.kv import kv_bytes
 from kvrelay.manifest import EngineEntry
 from kvrelay.place import place_of
@@ -111,7 +112,7 @@ def test_a_receipt_names_the_gpu_and_the_plans_and_replays(bundle: Bundle, gpu: 
     conditions = result.receipt.conditions
     assert conditions.backend == "tensorrt 10.16.1"
     assert conditions.provider == "tensorrt"
-    assert conditions.device == "Fake GPU (sm87)"
+    assert conditions.device == "Fake GPU (sm87, 8 multiprocessors)"
     assert conditions.libraries == "CUDA 12.6, driver for CUDA 12.6"
     for entry in bundle.engines(role="verify"):
         assert conditions.engines[entry.name] not in ("", entry.file.sha256), "the plan's own hash"
@@ -154,3 +155,9 @@ def test_a_dialect_that_a_backend_cannot_run_is_refused_before_a_plan_is_looked_
 ) -> None:
     with pytest.raises(EngineError, match=r"the dialect ort is not for tensorrt.*--dialect standard or decomposed"):
         Pipeline(llama_bundle, draft="none", **TENSORRT)
+
+
+def test_gpus_of_one_name_with_other_multiprocessors_share_no_findings() -> None:
+    agx, nano = (Gpu("Orin", "sm87", 2**33, True, count) for count in (16, 8))
+    assert agx.identity != nano.identity
+    assert str(nano) == "Orin (sm87, 8 multiprocessors)"

@@ -59,10 +59,7 @@ def _gpu() -> tuple[bool, str]:
         found = gpus()
     except KvrelayError as error:
         return False, f"none can be used: {error}" + (f"; nvidia-smi: {driver}" if driver is not None else "")
-    said = "; ".join(
-        f"{g.name} ({g.compute_capability}), {g.bytes / 2**30:.1f} GiB" + (" shared with the CPU" * g.integrated)
-        for g in found
-    )
+    said = "; ".join(f"{g}, {g.bytes / 2**30:.1f} GiB" + (" shared with the CPU" * g.integrated) for g in found)
     return True, said
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .calls import CudaError, check, runtime
 from .device import Device
-from .graphs import Graph, capture
+from .graphs import Graph, NotCapturableError, capture
 from .memory import Block, DeviceBuffer, PinnedArray, copy, copy_block, zero, zero_block
 from .streams import Event, Stream
 
@@ -19,6 +19,7 @@ __all__ = [
     "DeviceBuffer",
     "Event",
     "Graph",
+    "NotCapturableError",
     "PinnedArray",
     "Stream",
     "capture",

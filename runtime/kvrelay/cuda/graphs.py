@@ -6,10 +6,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import EngineError
 from .calls import CudaError, check, runtime
 from .device import Device
 
-__all__ = ["Graph", "capture"]
+__all__ = ["Graph", "NotCapturableError", "capture"]
+
+# What CUDA says of work that a capture does not take: cudaErrorStreamCaptureUnsupported and those behind it.
+_CAPTURE_CODES = range(900, 909)
+
+
+class NotCapturableError(EngineError):
+    """Work cannot be a part of a graph; queued call by call it may well run."""
 
 
 class Graph:
@@ -32,7 +40,8 @@ def capture(queue: Callable[[], None]) -> Graph:
     cannot be captured.
 
     Raises:
-        CudaError: the work cannot be captured.
+        NotCapturableError: CUDA does not take the work into a graph.
+        CudaError: a call failed.
         EngineError: ``queue`` failed.
     """
     device = Device.current()
@@ -42,13 +51,18 @@ def capture(queue: Callable[[], None]) -> Graph:
     device.capturing = True
     try:
         queue()
-    except BaseException:
+    except BaseException as error:
         # A capture left open takes all later work; the error that matters is the one at hand.
         code, *graphs = _end(device)
         if not int(code) and int(graphs[0]):
             device.retire(cuda.cudaGraphDestroy, graphs[0], "a captured graph")
+        if int(code) in _CAPTURE_CODES and isinstance(error, EngineError):
+            raise NotCapturableError(str(error)) from None
         raise
-    graph = check(_end(device), "capture a pass")
+    ended = _end(device)
+    if int(ended[0]) in _CAPTURE_CODES:
+        raise NotCapturableError(f"CUDA cannot capture a pass: {ended[0].name}")
+    graph = check(ended, "capture a pass")
     if not int(graph):
         raise CudaError("CUDA captured no work: the pass runs on another stream")
     try:

@@ -20,7 +20,7 @@ from ..errors import EngineError
 from ..kv import KVCache
 from ..manifest import EngineEntry, ModelEntry
 from ..trt.buffers import Staged, logit_memory, padded_rows, scratch
-from ..trt.passes import NewEntries
+from ..trt.passes import NewEntries, require_room
 from .library import onnxruntime
 from .passes import OrtPass, PassShape
 from .providers import PROVIDERS, check_providers, explained, preload, quiet
@@ -29,7 +29,7 @@ from .threads import load_session
 
 __all__ = ["GpuPass", "OrtGpu"]
 
-_graph_ids = itertools.count(1)  # each pass has addresses of its own, and so a captured graph of its own
+_graph_ids = itertools.count(1)  # each pass has addresses of its own, and so a graph of its own of the CUDA provider
 
 
 class OrtGpu:
@@ -65,17 +65,20 @@ class OrtGpu:
         self._progress = progress
 
     def load(self, entry: EngineEntry, file: Path, options: Any) -> tuple[Any, bool]:
-        """Return a session, and whether it runs as CUDA graphs: not where its operators cannot be captured.
+        """Return a session, and whether it runs as CUDA graphs: not on TensorRT, nor where operators forbid it.
 
         Raises:
             EngineError: ONNX Runtime refuses the file.
         """
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        # The TensorRT provider keeps one graph for a session, whatever `gpu_graph_id` says: a second pass of an engine
+        # would replay the first one's, at its addresses.
+        graphs = self.providers[0] == "cuda"
         with quiet():
             try:
-                return load_session(file, options, self._providers(entry, graphs=True)), True
+                return load_session(file, options, self._providers(entry, graphs=graphs)), graphs
             except EngineError as error:
-                if "graph capture" not in str(error):
+                if not graphs or "graph capture" not in str(error):
                     raise explained(error, self.providers) from None
                 self._progress(f"engine {entry.name} runs without a CUDA graph: {error}")
                 return load_session(file, options, self._providers(entry, graphs=False)), False
@@ -87,14 +90,14 @@ class OrtGpu:
             # TF32 would round the factors of fp32 products to 10 bits, away from every other backend's results.
             "cuda": {
                 **shared,
-                "enable_cuda_graph": str(int(graphs and self.providers[0] == "cuda")),
+                "enable_cuda_graph": str(int(graphs)),
                 "use_tf32": "0",
                 "arena_extend_strategy": "kSameAsRequested",  # a power of two is too much of a Jetson's memory
             },
         }
         if "tensorrt" in self.providers:
             compiled = tensorrt_options(entry, self._model, self._max_batch, self._cache)
-            options["tensorrt"] = {**shared, "trt_cuda_graph_enable": str(int(graphs)), **compiled}
+            options["tensorrt"] = {**shared, **compiled}
         return [(PROVIDERS[name], options[name]) for name in self.providers]
 
     def bind(
@@ -175,6 +178,7 @@ class GpuPass(OrtPass):
         return whole
 
     def _run(self) -> None:
+        require_room(self.write_index, self.input_ids.shape[1], self._cache.model.capacity)
         with self._device.exclusive():
             self._inputs.to_device()
             self._execute(self._run_options)

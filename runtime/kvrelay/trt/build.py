@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..boxcache import cache_directory, lock
 from ..bundle import Bundle
 from ..dialects import dialects_of
-from ..errors import PlanError
+from ..errors import CacheDirectoryError, PlanError
 from ..manifest import EngineEntry, ModelEntry
 from .device import free_memory, plan_devices
 from .interruptible import Interruptible
@@ -69,7 +71,8 @@ class Build:
         self._here = devices == "current"
         self._progress = progress
         self._folder = cache_directory(bundle.path) / FOLDER
-        self._folder.mkdir(exist_ok=True)
+        with _explained(self._folder):
+            self._folder.mkdir(exist_ok=True)
 
     def missing(self) -> list[EngineEntry]:
         """Return the engines that have no whole plan yet."""
@@ -100,7 +103,7 @@ class Build:
             CacheDirectoryError: the plan cannot be written.
             KeyboardInterrupt: once the library has stopped.
         """
-        with lock(self._folder, lambda: self._progress("waiting for another build of this bundle")):
+        with self._alone():
             plan = self._whole_plan(entry, self._progress)
             if plan is not None:
                 return Built(entry, plan)
@@ -110,6 +113,14 @@ class Build:
             data = Interruptible(lambda run: self._serialized(entry, log, run)).result()
             plan = publish_plan(self._folder, entry, self._key(entry), data)
             return Built(entry, plan, time.perf_counter() - start, log.remarks())
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        waiting = "waiting for another build of this bundle"
+        with contextlib.ExitStack() as held:
+            with _explained(self._folder):
+                held.enter_context(lock(self._folder, lambda: self._progress(waiting)))
+            yield
 
     def _whole_plan(self, entry: EngineEntry, progress: Progress) -> Plan | None:
         plan = stored_plan(self._folder, entry, self._key(entry))
@@ -137,11 +148,16 @@ class Build:
         timing.load(config)
         if entry.batch is None:
             for profile in self._key(entry).profiles:
+                refused = f"{entry.name}: the profile {profile.name} is refused"
                 made = builder.create_optimization_profile()
                 for name, bounds in profile.shapes(entry, self._model(entry)).items():
-                    made.set_shape(name, *bounds)
+                    try:
+                        made.set_shape(name, *bounds)
+                    except (RuntimeError, TypeError):  # sizes that the library cannot count to
+                        sizes = f"{name} of {bounds[0]} to {bounds[-1]}"
+                        raise PlanError(f"{refused}: {sizes}; build with a smaller --max-batch") from None
                 if config.add_optimization_profile(made) < 0:
-                    raise PlanError(f"{entry.name}: the profile {profile.name} is refused: {log.first_error()}")
+                    raise PlanError(f"{refused}: {log.first_error()}")
         data = builder.build_serialized_network(parsed.network, config)
         if data is None or not data.nbytes:
             raise PlanError(f"{entry.name}: {self.device} could not build it: {log.first_error()}")
@@ -158,6 +174,18 @@ class Build:
 
     def _key(self, entry: EngineEntry) -> PlanKey:
         return key_of(entry, self.bundle, self.device, self.max_batch)
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say of a folder that cannot be used what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"plans cannot be written to {folder}: {error.strerror or error}; make it a writable folder, or set "
+            "KVRELAY_CACHE to another"
+        ) from None
 
 
 def _refuse_dialects(trt: Any, backend: Backend, bundle: Bundle) -> None:
@@ -177,7 +205,16 @@ def _refuse_dialects(trt: Any, backend: Backend, bundle: Bundle) -> None:
 
 
 def _monitor(trt: Any, engine: str, run: Interruptible[Any], progress: Progress) -> Any:
-    """Return the library's progress monitor, which tells ``progress`` and stops the build of a cancelled ``run``."""
+    """Return the library's progress monitor, which tells ``progress`` and stops the build of a cancelled ``run``.
+
+    What ``progress`` raises cannot pass through the library: it ends the build and is raised afterwards.
+    """
+
+    def tell(line: str) -> None:
+        try:
+            progress(line)
+        except BaseException as error:
+            run.cancel(error)
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -186,10 +223,10 @@ def _monitor(trt: Any, engine: str, run: Interruptible[Any], progress: Progress)
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
             self._steps[name] = steps
-            progress(f"building {engine}: {name}")
+            tell(f"building {engine}: {name}")
 
         def step_complete(self, name: str, step: int) -> bool:
-            progress(f"building {engine}: {name} {step + 1}/{self._steps.get(name, 0)}")
+            tell(f"building {engine}: {name} {step + 1}/{self._steps.get(name, 0)}")
             return not run.cancelled
 
         def phase_finish(self, name: str) -> None:

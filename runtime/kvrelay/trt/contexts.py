@@ -83,10 +83,12 @@ class Context:
         addresses: Mapping[str, int],
         graphs: bool,
     ) -> None:
+        self._library = library
         self._log = log
         self._name = name
         self._engine = engine  # outlives its contexts
         self._stream = Device.current().stream
+        log.begin(library)
         self.profile = choose_profile(engine, inputs, name)
         self.captures_itself = hasattr(library, "CudaGraphStrategy")
         self._context = _new_context(library, engine, graphs=graphs)
@@ -120,12 +122,12 @@ class Context:
         Raises:
             EngineError: the library refuses.
         """
+        self._log.begin(self._library)
         self._require(self._context.execute_async_v3(self._stream.handle), "did not run")
 
     def _require(self, done: bool, what: str) -> None:
         if not done:
-            reason = self._log.errors[-1] if self._log.errors else "the library gave no reason"
-            raise EngineError(f"engine {self._name} {what}: {reason}")
+            raise EngineError(f"engine {self._name} {what}: {self._log.first_error()}")
 
 
 def _new_context(library: Any, engine: Any, *, graphs: bool) -> Any:

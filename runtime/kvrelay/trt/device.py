@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ class PlanDevice:
     backend: Backend
     library_version: str
     compute_capabilities: tuple[str, ...]  # "sm87"
-    gpu_name: str  # ANY_GPU where the plan does not depend on it
+    gpu_name: str  # with its multiprocessors; ANY_GPU where the plan does not depend on it
 
     def __str__(self) -> str:
         gpu = "" if self.gpu_name == ANY_GPU else f" ({self.gpu_name})"
@@ -37,8 +38,12 @@ def this_device(backend: Backend) -> PlanDevice:
     """
     version = str(tensorrt(backend).__version__)
     cuda = cuda_runtime()
-    properties = _called(cuda, backend, *cuda.cudaGetDeviceProperties(0))
-    name = properties.name.split(b"\0")[0].decode() if backend == "tensorrt" else ANY_GPU
+    properties = _called(cuda, backend, lambda: cuda.cudaGetDeviceProperties(0))
+    name = ANY_GPU
+    if backend == "tensorrt":
+        # Every module of a Jetson generation is called "Orin": what tells them apart decides which kernels fit.
+        called = properties.name.split(b"\0")[0].decode()
+        name = f"{called}, {properties.multiProcessorCount} multiprocessors"
     return PlanDevice(backend, version, (f"sm{properties.major}{properties.minor}",), name)
 
 
@@ -49,9 +54,8 @@ def free_memory(backend: Backend) -> tuple[int, int]:
         BackendMissingError: as :func:`this_device`.
     """
     cuda = cuda_runtime()
-    properties = _called(cuda, backend, *cuda.cudaGetDeviceProperties(0))
-    error, free, total = cuda.cudaMemGetInfo()
-    _called(cuda, backend, error)
+    properties = _called(cuda, backend, lambda: cuda.cudaGetDeviceProperties(0))
+    free, total = _called(cuda, backend, lambda: cuda.cudaMemGetInfo())
     # A GPU that shares the system's memory counts the system's file cache as used, which gives way.
     return int(total if properties.integrated else free), int(total)
 
@@ -94,11 +98,15 @@ def _number(capability: str) -> tuple[int, str]:
     return (int(digits) if digits.isdecimal() else 0, capability)
 
 
-def _called(cuda: ModuleType, backend: Backend, error: Any, value: Any = None) -> Any:
-    """Return what a call of CUDA's runtime gave, or raise for its error code."""
-    if error == cuda.cudaError_t.cudaSuccess:
-        return value
+def _called(cuda: ModuleType, backend: Backend, call: Callable[[], tuple[Any, ...]]) -> Any:
+    """Return what a call of CUDA's runtime gives, one value or a tuple, or raise for its error code."""
+    try:
+        error, *values = call()
+    except RuntimeError as missing:  # the bindings load CUDA's libraries on the first call
+        reason = " ".join(str(missing).split())
+    else:
+        if error == cuda.cudaError_t.cudaSuccess:
+            return values[0] if len(values) == 1 else tuple(values)
+        reason = f"{error.name} ({int(error)})"
     elsewhere = "; without a GPU, name devices: --device sm86,sm89" if backend == "tensorrt-rtx" else ""
-    raise BackendMissingError(
-        f"no GPU can be used here: {error.name} ({int(error)}): install or update the NVIDIA driver{elsewhere}"
-    )
+    raise BackendMissingError(f"no GPU can be used here: {reason}: install or update the NVIDIA driver{elsewhere}")

@@ -23,6 +23,12 @@ class Interruptible(Generic[T]):
         self._work = work
         self._results: list[T] = []
         self._error: BaseException | None = None
+        self._reason: BaseException | None = None  # why it was cancelled, if not by Ctrl-C
+
+    def cancel(self, error: BaseException) -> None:
+        """Have the work stop where the library asks, and raise ``error`` in its place."""
+        self.cancelled = True
+        self._reason = self._reason or error
 
     def result(self) -> T:
         """Do the work and return what it gives, or raise what it raises.
@@ -39,8 +45,8 @@ class Interruptible(Generic[T]):
             self.cancelled = True
             thread.join()
             raise
-        if self._error is not None:
-            raise self._error
+        if (error := self._reason or self._error) is not None:
+            raise error
         return self._results[0]
 
     def _run(self) -> None:

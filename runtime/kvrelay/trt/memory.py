@@ -66,7 +66,7 @@ def refuse_if_too_large(engine: str, memory: Memory, free: int, total: int) -> N
     if memory.total > free:
         raise MemoryBudgetError(
             f"{engine} would need {memory} of the GPU's memory, {free / 2**20:.0f} of {total / 2**20:.0f} MiB are "
-            "free: free memory, or export with a smaller --context or int4 weights"
+            "free: free memory, build with a smaller --max-batch, or export with a smaller --context or int4 weights"
         )
 
 

@@ -56,6 +56,12 @@ class Log:
         logger.writes_to = self
         return logger
 
+    def begin(self, trt: Any) -> None:
+        """Forget what was said, and have the process's logger write here, not to the log of another engine."""
+        self.errors.clear()
+        self.warnings.clear()
+        self.logger(trt)
+
     def take(self, trt: Any, severity: Any, message: str) -> None:
         """Note a message of the library."""
         line = " ".join(message.split())

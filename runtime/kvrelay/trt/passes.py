@@ -17,7 +17,18 @@ from ..logits import Top
 from .buffers import LogitMemory, Staged
 from .graphs import Launcher
 
-__all__ = ["NewEntries", "TrtPass"]
+__all__ = ["NewEntries", "TrtPass", "require_room"]
+
+
+def require_room(write_index: npt.NDArray[np.int64], width: int, capacity: int) -> None:
+    """Refuse a pass that the GPU would let write over other memory.
+
+    Raises:
+        EngineError: a row would leave the cache; names the numbers.
+    """
+    first, last = int(write_index.min()), int(write_index.max())
+    if first < 0 or last + width > capacity:
+        raise EngineError(f"a pass of {width} at entries {first}..{last} leaves the capacity {capacity}")
 
 
 class NewEntries:
@@ -100,7 +111,7 @@ class TrtPass:
             if largest is not None:
                 largest.to_host()
 
-        self.launcher = Launcher(queue, captured=captured)
+        self.launcher = Launcher(name, queue, captured=captured)
 
     @property
     def logits(self) -> npt.NDArray[np.float32]:
@@ -135,10 +146,7 @@ class TrtPass:
 
     def _run(self) -> None:
         start = time.perf_counter()
-        width, capacity = self.input_ids.shape[1], self._cache.model.capacity
-        first, last = int(self.write_index.min()), int(self.write_index.max())
-        if first < 0 or last + width > capacity:  # the GPU would write over other memory
-            raise EngineError(f"a pass of {width} at entries {first}..{last} leaves the capacity {capacity}")
+        require_room(self.write_index, self.input_ids.shape[1], self._cache.model.capacity)
         copied = 0
         with self._device.exclusive():
             self.launcher()
