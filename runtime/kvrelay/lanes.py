@@ -9,11 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from .box import boxes, exact_windows
+from .box import boxes
 from .bundle import Bundle
 from .drafters import Drafter, EngineDrafter, NgramDrafter
 from .drafts import acceptance_prior, check_draft, draft_cache, draft_entry
 from .errors import ParameterError
+from .facts import exact_windows
 from .kv import KVCache, kv_bytes
 from .manifest import EngineEntry
 from .place import Place

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from .box import Box, exact_refusal
+from .box import Box
+from .facts import exact_refusal
 from .fingerprint import fingerprint, fingerprint_elsewhere
 from .invariance import Promise, Verdict, promise_of, shape_classes
 from .shapes import Shape, target_shapes
