@@ -93,7 +93,8 @@ class Lanes:
         # an earlier request left in a slot may serve a later one.
         self._one_class = self.facts.in_class(self._prefill)
         self.costs = self._stored_costs()
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may close a forgotten stream, whose lane comes back, inside take().
+        self._lock = threading.RLock()
         self.free: list[Lane] = []
         self.release(self._new())
 
