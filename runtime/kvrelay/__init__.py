@@ -18,6 +18,7 @@ from .errors import (
     KvrelayError,
     MemoryBudgetError,
     ParameterError,
+    PlanError,
     PromptError,
     ThreadCountError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "MemoryBudgetError",
     "ParameterError",
     "Pipeline",
+    "PlanError",
     "PromptError",
     "Receipt",
     "Result",

@@ -68,7 +68,7 @@ class Box:
         self.identity = identity_of(place)
         self._progress = partial(_tell, progress)
         self._cache: Path = cache_directory(bundle.path)
-        self.findings = Findings(self._cache, (*self.identity.key(), str(self.threads)))
+        self.findings = Findings(self._cache, (*self.identity.key(), str(self.threads)), self._progress)
         self._loader = Loader(bundle, place, self._cache, max_batch, self._progress)
 
     def engine(self, entry: EngineEntry) -> LoadedEngine:
@@ -104,9 +104,9 @@ class Box:
             EngineError: an engine gives values that cannot be compared.
         """
         draft_box = draft_box or self
-        verify = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
-        (prefill,) = self.bundle.engines(role="prefill", precision=precision)
-        (decode,) = self.bundle.engines(role="decode", precision=precision)
+        verify = self.bundle.verify_engines(precision)
+        prefill = self.bundle.engine("prefill", precision)
+        decode = self.bundle.engine("decode", precision)
         steps = self.bundle.engines(role="step", precision=precision)
         verdicts = self.verdicts(precision, [self.shape(e) for e in (*verify, prefill, decode, *steps)])
         outside = {name: verdict.outside for name, verdict in verdicts.items()}
@@ -143,7 +143,7 @@ class Box:
 
     def reference(self, precision: str) -> Shape:
         """Return the shape that the invariance check compares with: the widest verify shape of one row."""
-        singles = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
+        singles = self.bundle.verify_engines(precision)
         return self.shape(max(singles, key=lambda e: e.sequence or 0))
 
     def verdicts(self, precision: str, shapes: Sequence[Shape], *, again: bool = False) -> dict[str, Verdict]:

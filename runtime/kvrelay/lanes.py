@@ -74,13 +74,13 @@ class Lanes:
         self._draft = draft
         self._exact = exact
         self.drafts = check_draft(bundle, precision, draft)
-        self._verify = [e for e in bundle.engines(role="verify", precision=precision) if e.batch == 1]
+        self._verify = bundle.verify_engines(precision)
         sizes = [e.sequence for e in self._verify]
         if window is not None and (not isinstance(window, (int, np.integer)) or window not in sizes):
             raise ParameterError(f"window={window!r}: this bundle has verify windows of {sizes} tokens, or None")
         self._window = None if window is None else int(window)
-        (self._prefill,) = bundle.engines(role="prefill", precision=precision)
-        (self._decode,) = bundle.engines(role="decode", precision=precision)
+        self._prefill = bundle.engine("prefill", precision)
+        self._decode = bundle.engine("decode", precision)
         self.box, self.draft_box = boxes(bundle, threads, progress, place, draft_place)
         drafts = [draft_entry(self._bundle, self._precision, n) for n in self._engine_drafts()]
         self.facts = self.box.facts(precision, drafts, self.draft_box)

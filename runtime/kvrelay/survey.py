@@ -60,6 +60,7 @@ def survey(box: Box, precision: str, max_batch: int, *, again: bool, progress: P
         EngineError: an engine gives values that cannot be compared, or a process failed.
         MemoryBudgetError: there is no room to check the largest batch.
     """
+    box.cache(box.bundle.engine("decode", precision), max_batch)  # or is refused, before a shape is made for each batch
     shapes = target_shapes(box, precision, max_batch)
     verdicts = box.verdicts(precision, shapes.all, again=again)
     outside = {name: verdict.outside for name, verdict in verdicts.items()}
@@ -74,7 +75,7 @@ def survey(box: Box, precision: str, max_batch: int, *, again: bool, progress: P
     classes = box.findings.remembered(
         "classes", precision, _key(box, shapes.all), find_classes, read_classes, again=again
     )
-    singles = [e for e in box.bundle.engines(role="verify", precision=precision) if e.batch == 1]
+    singles = box.bundle.verify_engines(precision)
     return Survey(
         precision=precision,
         threads=box.threads,
