@@ -79,7 +79,7 @@ class BatchTarget:
         if (group, window) not in sizes:
             has = ", ".join(f"{g}x{n}" for g, n in sorted(sizes))
             raise ParameterError(f"group={group}, window={window}: this bundle has verify engines {has}")
-        (decode,) = bundle.engines(role="decode", precision=precision)
+        decode = bundle.engine("decode", precision)
         every = target_shapes(box, precision, max_batch)
         self._prefill = every.prefill
         self._verify = [s for s in every.verify if s.batch <= group and s.width <= window]

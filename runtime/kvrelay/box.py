@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .boxcache import cache_directory
 from .bundle import Bundle
-from .costs import Pattern, measure
+from .costs import Pattern, engine_costs, measure
 from .engine import BoundPass, LoadedEngine
-from .errors import ExactnessError, ParameterError
+from .errors import ParameterError
+from .facts import Facts
 from .findings import Findings
 from .identity import identity_of
 from .invariance import Verdict, check_shapes
@@ -23,30 +23,13 @@ from .loading import Loader
 from .manifest import EngineEntry
 from .ort import use_threads
 from .place import HOST, Place
-from .shapes import Shape, shape_name
+from .shapes import Shape
 
-__all__ = ["Box", "Facts", "boxes", "exact_refusal", "exact_windows"]
+__all__ = ["Box", "boxes"]
 
 Progress = Callable[[str], None]
-_STEP_WIDTHS = (1, 2, 4)
 
 _telling = threading.local()  # .now: this thread is in a progress function
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Measured facts about one precision of a bundle on this box, for one request at a time."""
-
-    outside: dict[str, str | None]  # by shape: None in the verifier's class, else the difference in words
-    plain_ms: float  # the decode engine, one token
-    step_ms: float  # the step engine, one token; infinite without one
-    verify_ms: dict[int, float]  # by window size, after another pass of the target
-    verify_after_draft_ms: dict[int, float]  # by window size, after a draft engine
-    draft_ms: dict[str, float]  # one step, by engine name
-    draft_width: dict[str, int]  # the fastest width of a step, by engine name
-
-    def in_class(self, entry: EngineEntry) -> bool:
-        return self.outside[shape_name(entry.name, 1, entry.sequence or 1)] is None
 
 
 class Box:
@@ -85,7 +68,7 @@ class Box:
         self.identity = identity_of(place)
         self._progress = partial(_tell, progress)
         self._cache: Path = cache_directory(bundle.path)
-        self.findings = Findings(self._cache, (*self.identity.key(), str(self.threads)))
+        self.findings = Findings(self._cache, (*self.identity.key(), str(self.threads)), self._progress)
         self._loader = Loader(bundle, place, self._cache, max_batch, self._progress)
 
     def engine(self, entry: EngineEntry) -> LoadedEngine:
@@ -121,9 +104,9 @@ class Box:
             EngineError: an engine gives values that cannot be compared.
         """
         draft_box = draft_box or self
-        verify = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
-        (prefill,) = self.bundle.engines(role="prefill", precision=precision)
-        (decode,) = self.bundle.engines(role="decode", precision=precision)
+        verify = self.bundle.verify_engines(precision)
+        prefill = self.bundle.engine("prefill", precision)
+        decode = self.bundle.engine("decode", precision)
         steps = self.bundle.engines(role="step", precision=precision)
         verdicts = self.verdicts(precision, [self.shape(e) for e in (*verify, prefill, decode, *steps)])
         outside = {name: verdict.outside for name, verdict in verdicts.items()}
@@ -133,7 +116,9 @@ class Box:
             if stored and not wanted:
                 return {}
             self._progress("first use on this box: measuring what each engine costs")
-            return self._measure_costs(verify, decode, steps, drafts, draft_box)
+            caches: dict[tuple[str, str, str], KVCache] = {}
+            bind, bind_draft = partial(self._bind, caches), partial(draft_box._bind, caches)
+            return engine_costs(verify, decode, steps, drafts, bind, bind_draft, self._capacity)
 
         def read(stored: dict[str, Any]) -> Facts:
             return Facts(
@@ -158,7 +143,7 @@ class Box:
 
     def reference(self, precision: str) -> Shape:
         """Return the shape that the invariance check compares with: the widest verify shape of one row."""
-        singles = [e for e in self.bundle.engines(role="verify", precision=precision) if e.batch == 1]
+        singles = self.bundle.verify_engines(precision)
         return self.shape(max(singles, key=lambda e: e.sequence or 0))
 
     def verdicts(self, precision: str, shapes: Sequence[Shape], *, again: bool = False) -> dict[str, Verdict]:
@@ -210,55 +195,24 @@ class Box:
                 cache = caches[entry.model, entry.kv_dtype]
                 bound = s.engine.bind(cache, s.width, s.rows, batch=s.batch)
                 patterns[s.name] = Pattern(bound, bound)
-            return dict(measure(patterns))
+            return dict(measure(patterns, self._capacity))
 
         def read(stored: dict[str, Any]) -> dict[str, float]:
             return {s.name: float(stored[s.name]) for s in shapes}
 
         return self.findings.completed("batch-costs", precision, missing, read)
 
-    def _measure_costs(
-        self,
-        verify: list[EngineEntry],
-        decode: EngineEntry,
-        steps: list[EngineEntry],
-        drafts: list[EngineEntry],
-        draft_box: Box,
-    ) -> dict[str, object]:
-        caches: dict[tuple[str, str, str], KVCache] = {}
+    def _bind(self, caches: dict[tuple[str, str, str], KVCache], entry: EngineEntry, width: int) -> BoundPass:
+        """Bind one row of ``entry`` to the cache of its kind among ``caches``, which is made if it is missing."""
+        key = (entry.model, entry.kv_dtype, self.place.memory)
+        if key not in caches:
+            caches[key] = self.cache(entry)
+        return self.engine(entry).bind(caches[key], width, entry.rows or 1)
 
-        def bind(entry: EngineEntry, width: int, box: Box = self) -> BoundPass:
-            key = (entry.model, entry.kv_dtype, box.place.memory)
-            if key not in caches:
-                caches[key] = box.cache(entry)
-            return box.engine(entry).bind(caches[key], width, entry.rows or 1)
-
-        windows = {e.sequence: bind(e, e.sequence) for e in verify if e.sequence}
-        plain = bind(decode, 1)
-        middle = windows[sorted(windows)[len(windows) // 2]]
-        widths = {e.name: _STEP_WIDTHS if e.role == "draft" else (1,) for e in drafts}
-        draft_steps = {(e.name, w): bind(e, w, draft_box) for e in drafts for w in widths[e.name]}
-        other = next(iter(draft_steps.values()), plain)
-        patterns = {"plain": Pattern(plain, plain)}
-        for entry in steps:
-            bound = bind(entry, 1)
-            patterns["step"] = Pattern(bound, bound)
-        patterns |= {f"verify {n}": Pattern(bound, bound) for n, bound in windows.items()}
-        patterns |= {f"verify {n} after draft": Pattern(other, bound) for n, bound in windows.items()}
-        patterns |= {f"draft {name} {w}": Pattern(middle, bound, times=3) for (name, w), bound in draft_steps.items()}
-        ms = measure(patterns)
-        best = {
-            e.name: min((w for n, w in draft_steps if n == e.name), key=lambda w: ms[f"draft {e.name} {w}"])
-            for e in drafts
-        }
-        return {
-            "plain_ms": ms["plain"],
-            "step_ms": ms.get("step", math.inf),
-            "verify_ms": {n: ms[f"verify {n}"] for n in windows},
-            "verify_after_draft_ms": {n: ms[f"verify {n} after draft"] for n in windows},
-            "draft_ms": {name: ms[f"draft {name} {width}"] for name, width in best.items()},
-            "draft_width": best,
-        }
+    @property
+    def _capacity(self) -> int:
+        """Entries that a slot holds in the cache of every model."""
+        return min(model.capacity for model in self.bundle.manifest.models.values())
 
 
 def boxes(
@@ -299,23 +253,3 @@ def _tell(progress: Progress, line: str) -> None:
         progress(line)
     finally:
         _telling.now = False
-
-
-def exact_refusal(outside: Mapping[str, str | None], verify: list[EngineEntry]) -> str | None:
-    """Return why `exact` cannot be kept with these verify engines of one row, None if it can."""
-    widest = max(verify, key=lambda e: e.sequence or 0)
-    reason = outside[shape_name(widest.name, 1, widest.sequence or 1)]
-    return None if reason is None else f"{widest.name} does not agree with itself ({reason})"
-
-
-def exact_windows(facts: Facts, verify: list[EngineEntry]) -> list[EngineEntry]:
-    """Return the verify engines that may commit when exact.
-
-    Raises:
-        ExactnessError: the widest does not keep the promise on this box; says what differed.
-    """
-    if (refusal := exact_refusal(facts.outside, verify)) is not None:
-        raise ExactnessError(
-            f"exact=True cannot be kept on this box: {refusal}; use exact=False, or export another precision"
-        )
-    return [e for e in verify if facts.in_class(e)]

@@ -103,17 +103,25 @@ def lock(folder: Path, blocked: Callable[[], None] = lambda: None) -> Iterator[N
     """Hold the cache's lock: one process prepares, builds or probes at a time, the others find its result.
 
     ``blocked`` is called before waiting for another holder.
+
+    Raises:
+        CacheDirectoryError: the folder's lock cannot be taken: it is another user's, or the file system has none.
     """
-    with open(folder / "lock", "a+b") as handle:
+    path = folder / "lock"
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            blocked()
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)
+            handle = held.enter_context(open(path, "a+b"))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                blocked()
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            raise CacheDirectoryError(
+                f"cannot lock {path}: {error.strerror or error}; set KVRELAY_CACHE to a folder of your own"
+            ) from None
+        held.callback(fcntl.flock, handle, fcntl.LOCK_UN)
+        yield
 
 
 def publish_json(path: Path, data: Any) -> None:

@@ -39,9 +39,39 @@ class Bundle:
             if (role is None or e.role == role) and (precision is None or e.precision == precision)
         ]
 
+    def engine(self, role: str, precision: str) -> EngineEntry:
+        """Return the one engine of the target in a role.
+
+        Raises:
+            BundleError: there is none, or there are several.
+        """
+        found = self.engines(role=role, precision=precision)
+        if len(found) != 1:
+            raise BundleError(
+                f"{self.path} has {len(found)} {precision} engines of role {role}, 1 is needed; {_REBUILD}"
+            )
+        return found[0]
+
+    def verify_engines(self, precision: str) -> list[EngineEntry]:
+        """Return the target's verify engines of one row.
+
+        Raises:
+            BundleError: there is none.
+        """
+        found = [e for e in self.engines(role="verify", precision=precision) if e.batch == 1]
+        if not found:
+            raise BundleError(f"{self.path} has no {precision} verify engine of one row; {_REBUILD}")
+        return found
+
     def precisions(self) -> list[str]:
-        """Precisions in which the target has verify engines, in manifest order."""
+        """Return the precisions in which the target has verify engines, in manifest order.
+
+        Raises:
+            BundleError: it has none.
+        """
         found = [e.precision for e in self.manifest.engines if e.role == "verify"]
+        if not found:
+            raise BundleError(f"{self.path} has no verify engine; {_REBUILD}")
         return list(dict.fromkeys(found))
 
     def files(self) -> Iterator[FileEntry]:

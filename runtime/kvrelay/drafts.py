@@ -31,8 +31,7 @@ def draft_entry(bundle: Bundle, precision: str, name: str) -> EngineEntry:
     for entry in bundle.manifest.engines:
         if name != "self" and entry.draft == name and (name != "skip" or entry.precision == precision):
             return entry
-    (entry,) = bundle.engines(role="decode", precision=precision if name == "self" else name)
-    return entry
+    return bundle.engine("decode", precision if name == "self" else name)
 
 
 def check_draft(bundle: Bundle, precision: str, draft: str) -> list[str]:

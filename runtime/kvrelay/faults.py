@@ -21,18 +21,20 @@ class Faults:
     rollback: float = 0.0  # of replayed windows with candidates: one candidate is made wrong
     engine: float = 0.0  # of engine runs: the run fails
     pads: float = 0.0  # of replayed windows with pads: there is no memory for them
-    seed: int = 0
+    seed: int = 0  # of the draws; 0 or more
 
     def __post_init__(self) -> None:
-        """Check the shares.
+        """Check the shares and the seed.
 
         Raises:
-            ParameterError: one is outside 0 to 1.
+            ParameterError: one is out of range.
         """
         for name in ("rollback", "engine", "pads"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ParameterError(f"faults: {name}={value!r}: a share from 0 to 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or self.seed < 0:
+            raise ParameterError(f"faults: seed={self.seed!r}: a whole number of at least 0")
 
 
 class Injector:

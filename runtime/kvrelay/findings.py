@@ -25,10 +25,12 @@ class Findings:
     Args:
         folder: of the bundle in the box's cache.
         place: what they hold for: library and version, provider, device, threads.
+        progress: told of waiting for another process.
     """
 
-    def __init__(self, folder: Path, place: Sequence[str]) -> None:
+    def __init__(self, folder: Path, place: Sequence[str], progress: Callable[[str], None] = lambda _: None) -> None:
         self._folder = folder
+        self._progress = progress
         self.key = hashlib.sha256("\n".join((_FORMAT, version("kvrelay"), *place)).encode()).hexdigest()[:16]
 
     def remembered(
@@ -76,7 +78,10 @@ class Findings:
                 publish_json(file, {**stored, **found})
             return result
 
-        with lock(self._folder):  # one process measures, the others find its figures
+        # One process measures, the others find its figures.
+        with lock(
+            self._folder, lambda: self._progress(f"waiting for what another process finds out in {self._folder}")
+        ):
             stored = read_json(file)
             try:
                 return attempt(stored or {})

@@ -81,7 +81,7 @@ def _pass_bytes(prober: Prober, bound: BoundPass, shape: Shape) -> bytes:
 def _prompt_digests(box: Box, precision: str, shapes: Sequence[Shape]) -> tuple[str, str]:
     """Return the digest of a prompt processed at once, and of one continued from its middle as a kept prefix is."""
     model = box.bundle.target
-    (entry,) = box.bundle.engines(role="prefill", precision=precision)
+    entry = box.bundle.engine("prefill", precision)
     cache = KVCache(model, range(model.layers), entry.kv_dtype, memory=box.engine(entry).memory)
 
     def bind(shape: Shape) -> BoundPass:

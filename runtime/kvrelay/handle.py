@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Iterator
 
 from .errors import EngineError
+from .forked import Home
 from .intake import Result, result_of
 from .latch import Latch
 from .receipt import Receipt
@@ -23,6 +24,7 @@ class Handle:
         self._request: Request | None = request
         self._wake: Callable[[], None] | None = wake
         self._make_receipt = receipt
+        self._home = Home()
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._done = Latch()
         self._error: Exception | None = None
@@ -32,8 +34,9 @@ class Handle:
         """Yield text as it is committed, to the end; each piece is given once.
 
         Raises:
-            KvrelayError: the request failed.
+            KvrelayError: the request failed, or had not ended when this process was forked.
         """
+        self._require_end_to_come()
         while (piece := self._pieces.get()) is not None:
             yield piece
         self._pieces.put(None)  # for whoever comes next
@@ -47,9 +50,10 @@ class Handle:
             timeout: seconds to wait, None for as long as it takes.
 
         Raises:
-            KvrelayError: the request failed.
+            KvrelayError: the request failed, or had not ended when this process was forked.
             TimeoutError: it has not ended yet.
         """
+        self._require_end_to_come()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the request has not ended after {timeout} s; it goes on")
         if self._error is not None:
@@ -58,7 +62,7 @@ class Handle:
         return self._result
 
     def cancel(self) -> None:
-        """End the request after the pass at hand. A request that has ended stays as it is."""
+        """End the request after the pass at hand. A request that has ended stays as it is, in a forked process any."""
         request, wake = self._request, self._wake
         if request is not None and wake is not None:
             request.cancelled = True
@@ -68,6 +72,11 @@ class Handle:
     def done(self) -> bool:
         """Whether the request has ended."""
         return self._done.is_open
+
+    def _require_end_to_come(self) -> None:
+        """Refuse to wait in a forked process for what only its parent would be told."""
+        if not self._done.is_open:
+            self._home.require()
 
     def _push(self, text: str) -> None:
         self._pieces.put(text)

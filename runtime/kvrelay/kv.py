@@ -6,6 +6,7 @@ Buffers start at zero because a NaN behind a mask would leak into a sum.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["HandOver", "KVCache", "Memory", "aligned_zeros", "kv_bytes"]
 
 Memory = Literal["host", "cuda"]
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")  # inside a container its own
 
 
 def aligned_zeros(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
@@ -202,13 +206,26 @@ class HandOver:
 
 
 def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    """Return what is left of the box's memory or, if that is less, of a container's; None if neither is known."""
+    known = [size for size in (_left_of_box(), _left_of_container()) if size is not None]
+    return min(known, default=None)
+
+
+def _left_of_box() -> int | None:
+    with contextlib.suppress(OSError):
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _left_of_container() -> int | None:
+    """Return the bytes up to the limit of this cgroup (version 2); cached files give way, so they count as free."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(figures.get("inactive_file", 0)), 0)
     return None
 
 

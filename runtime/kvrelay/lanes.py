@@ -9,11 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from .box import boxes, exact_windows
+from .box import boxes
 from .bundle import Bundle
 from .drafters import Drafter, EngineDrafter, NgramDrafter
 from .drafts import acceptance_prior, check_draft, draft_cache, draft_entry
 from .errors import ParameterError
+from .facts import exact_windows
 from .kv import KVCache, kv_bytes
 from .manifest import EngineEntry
 from .place import Place
@@ -73,13 +74,13 @@ class Lanes:
         self._draft = draft
         self._exact = exact
         self.drafts = check_draft(bundle, precision, draft)
-        self._verify = [e for e in bundle.engines(role="verify", precision=precision) if e.batch == 1]
+        self._verify = bundle.verify_engines(precision)
         sizes = [e.sequence for e in self._verify]
         if window is not None and (not isinstance(window, (int, np.integer)) or window not in sizes):
             raise ParameterError(f"window={window!r}: this bundle has verify windows of {sizes} tokens, or None")
         self._window = None if window is None else int(window)
-        (self._prefill,) = bundle.engines(role="prefill", precision=precision)
-        (self._decode,) = bundle.engines(role="decode", precision=precision)
+        self._prefill = bundle.engine("prefill", precision)
+        self._decode = bundle.engine("decode", precision)
         self.box, self.draft_box = boxes(bundle, threads, progress, place, draft_place)
         drafts = [draft_entry(self._bundle, self._precision, n) for n in self._engine_drafts()]
         self.facts = self.box.facts(precision, drafts, self.draft_box)
@@ -92,7 +93,8 @@ class Lanes:
         # an earlier request left in a slot may serve a later one.
         self._one_class = self.facts.in_class(self._prefill)
         self.costs = self._stored_costs()
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may close a forgotten stream, whose lane comes back, inside take().
+        self._lock = threading.RLock()
         self.free: list[Lane] = []
         self.release(self._new())
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from .compare import compare
+from .logits import LogitRow
 from .policy import Plan, Policy
 from .request import Request
 from .target import Target
@@ -39,8 +40,9 @@ def generate(
     copied = target.kv_bytes_copied
     for drafter in policy.drafters:
         drafter.begin(request)
-    logits = target.prefill(request.tokens, request.kv_length)
-    request.kv_length = len(request.tokens)
+    logits = _prefill(request, target)
+    if logits is None:
+        return
     request.decide(logits)
     request.stats.first = 1
     first_token = time.perf_counter()
@@ -63,6 +65,16 @@ def generate(
     request.stats.kv_bytes_copied += target.kv_bytes_copied - copied
     request.stats.policy = policy.summary()
     yield request.stream.finish()
+
+
+def _prefill(request: Request, target: Target) -> LogitRow | None:
+    """Process the prompt, chunk by chunk; return the logits that follow it, None if it was cancelled on the way."""
+    while not request.cancelled:
+        request.kv_length, logits = target.prefill_chunk(request.tokens, request.kv_length)
+        if logits is not None:
+            return logits
+    request.finish_reason = "cancelled"
+    return None
 
 
 def _window(request: Request, target: Target, policy: Policy, trace: Callable[[Event], None] | None) -> str:

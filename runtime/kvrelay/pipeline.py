@@ -8,7 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
 from .bundle import open_bundle
-from .errors import EngineError, ParameterError
+from .errors import EngineError, KvrelayError, ParameterError
 from .intake import Intake, Result, check_callable, check_flag, one_of, result_of
 from .lanes import Lanes
 from .loop import Event, generate
@@ -47,6 +47,7 @@ class Stream:
         self._pieces = pieces
         self._busy = threading.Lock()
         self._ended = False
+        self._error: KvrelayError | None = None
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -56,6 +57,7 @@ class Stream:
 
         Raises:
             ParameterError: another thread is inside this stream.
+            KvrelayError: the generation failed.
         """
         if not self._busy.acquire(blocking=False):
             raise ParameterError("this stream is in use by another thread; give each thread a stream of its own")
@@ -66,15 +68,18 @@ class Stream:
         except StopIteration:
             self._ended = True
             raise
+        except KvrelayError as error:
+            self._error = error
+            raise
         finally:
             self._busy.release()
 
     def cancel(self) -> None:
-        """End the generation after the current window. Any thread may call this at any time."""
+        """End the generation after the pass at hand. Any thread may call this at any time."""
         self._request.cancelled = True
 
     def close(self) -> None:
-        """Give the slot back without finishing.
+        """Give the slot back without finishing; what was committed so far is the result.
 
         Raises:
             ParameterError: another thread is inside this stream.
@@ -83,6 +88,8 @@ class Stream:
             raise ParameterError("this stream is in use by another thread; cancel() ends it from any thread")
         try:
             self._pieces.close()  # type: ignore[attr-defined]
+            if self._request.finish_reason is None:  # it was never begun
+                self._request.finish_reason = "cancelled"
             self._ended = True
         finally:
             self._busy.release()
@@ -92,11 +99,14 @@ class Stream:
         """The finished generation.
 
         Raises:
-            ParameterError: the stream has not been read to its end.
+            ParameterError: the stream has neither been read to its end nor closed.
+            KvrelayError: the generation failed.
         """
         request = self._request
+        if self._error is not None:
+            raise self._error
         if not self._ended or request.finish_reason is None:
-            raise ParameterError("the stream has no result yet: read it to its end, or cancel it first")
+            raise ParameterError("the stream has no result yet: read it to its end, or close it")
         return result_of(request)
 
 

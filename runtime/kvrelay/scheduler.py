@@ -9,7 +9,6 @@ entries. At a mismatch everything behind it is dropped and decoded again (decode
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -20,6 +19,7 @@ from .batch_target import BatchTarget
 from .commits import Commits
 from .errors import EngineError, KvrelayError
 from .faults import Injector
+from .forked import Home
 from .latch import Latch
 from .replays import Replays
 from .slots import Row, Slots
@@ -65,7 +65,8 @@ class Scheduler:
         self._over = False  # what arrives now is not looked at
         self._stopped = Latch()  # every request has ended
         self._broken: KvrelayError | None = None
-        self._process = os.getpid()
+        self._counting = threading.RLock()  # of submit() alone, and reentrant: a signal handler may submit inside it
+        self._home = Home()
         self._thread = threading.Thread(target=self._run, name="kvrelay-engine", daemon=True)
         self._thread.start()
 
@@ -77,18 +78,16 @@ class Scheduler:
         Raises:
             EngineError: the engine was closed, or broke, or runs in the process that this one was forked from.
         """
-        if self._forked:
-            raise EngineError(
-                f"this engine runs in process {self._process}; this is {os.getpid()}, forked from it: make an engine "
-                'in the process that uses it, and start that one with the method "spawn"'
-            )
+        self._home.require()
         if not self._closing and self._broken is None:
+            self._count(1)
             self._arrived.put(row)
             if not self._over:
                 return
             # The loop ended meanwhile: it took the row and ended it, or never will.
             if self._wait_for_the_end() and row.handle.done:
                 return
+            self._count(-1)
         if self._broken is not None:
             raise EngineError(f"this engine stopped: {self._broken}; make a new one")
         raise EngineError("this engine is closed: make a new one")
@@ -107,13 +106,13 @@ class Scheduler:
         self.wake()
         self._wait_for_the_end()
 
-    @property
-    def _forked(self) -> bool:
-        return os.getpid() != self._process
+    def _count(self, submitted: int) -> None:
+        with self._counting:
+            self.stats.submitted += submitted
 
     def _wait_for_the_end(self) -> bool:
         """Wait until the loop has ended; False where it never would."""
-        if self._forked or threading.current_thread() is self._thread:
+        if not self._home.is_here or threading.current_thread() is self._thread:
             return False
         # First: join() takes a thread for ended once Ctrl-C has interrupted it (Python up to 3.12).
         self._stopped.wait()
@@ -163,7 +162,6 @@ class Scheduler:
                 if row is not None:
                     self._waiting.append(row)
                     self._commits.open[row] = None
-                    self.stats.submitted += 1
 
     def _end_all(self, error: KvrelayError | None) -> None:
         self._over = True  # before the last look: submit() looks here after it has put a row

@@ -94,7 +94,7 @@ class Engine:
         box, draft_box = boxes(self._bundle, threads, progress, place, draft_place, self.max_batch)
         self.threads = box.threads
         injector = Injector(faults or Faults(), self._bundle.target.vocab_size)
-        (decode,) = self._bundle.engines(role="decode", precision=self.precision)
+        decode = self._bundle.engine("decode", self.precision)
         cache = box.cache(decode, max(self.max_batch, self.group))
         self.kv_bytes = cache.bytes
         self._target = BatchTarget(

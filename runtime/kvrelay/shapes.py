@@ -66,8 +66,8 @@ class TargetShapes:
 def target_shapes(box: Box, precision: str, max_batch: int) -> TargetShapes:
     """Return the shapes of a target for batches up to ``max_batch``."""
     bundle = box.bundle
-    (decode,) = bundle.engines(role="decode", precision=precision)
-    (prefill,) = bundle.engines(role="prefill", precision=precision)
+    decode = bundle.engine("decode", precision)
+    prefill = bundle.engine("prefill", precision)
     steps = bundle.engines(role="step", precision=precision)
     batches = range(1, max_batch + 1)
     return TargetShapes(

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from .box import Box, exact_refusal
+from .box import Box
+from .facts import exact_refusal
 from .fingerprint import fingerprint, fingerprint_elsewhere
 from .invariance import Promise, Verdict, promise_of, shape_classes
 from .shapes import Shape, target_shapes
@@ -59,6 +60,7 @@ def survey(box: Box, precision: str, max_batch: int, *, again: bool, progress: P
         EngineError: an engine gives values that cannot be compared, or a process failed.
         MemoryBudgetError: there is no room to check the largest batch.
     """
+    box.cache(box.bundle.engine("decode", precision), max_batch)  # or is refused, before a shape is made for each batch
     shapes = target_shapes(box, precision, max_batch)
     verdicts = box.verdicts(precision, shapes.all, again=again)
     outside = {name: verdict.outside for name, verdict in verdicts.items()}
@@ -73,7 +75,7 @@ def survey(box: Box, precision: str, max_batch: int, *, again: bool, progress: P
     classes = box.findings.remembered(
         "classes", precision, _key(box, shapes.all), find_classes, read_classes, again=again
     )
-    singles = [e for e in box.bundle.engines(role="verify", precision=precision) if e.batch == 1]
+    singles = box.bundle.verify_engines(precision)
     return Survey(
         precision=precision,
         threads=box.threads,

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import StrictUndefined, TemplateError, Undefined, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as _Backend
 
@@ -40,6 +42,7 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise BundleError(f"{path} cannot be read: {error}") from None
         self.bos_id = manifest.generation.bos_id
+        self._eos_ids = manifest.generation.eos_ids
         self.vocab_size = bundle.target.vocab_size
         self._template: str | None = None
         if manifest.chat_template is not None:
@@ -50,7 +53,8 @@ class Tokenizer:
 
         Args:
             prompt: text, taken as it is (with BOS where the tokenizer adds one); chat messages, put through the chat
-                template; or ids, checked only.
+                template; or ids, checked only. The text of a special token becomes that token, in a message too: what
+                comes from strangers may hold the end of their turn.
 
         Raises:
             PromptError: the prompt is empty and the tokenizer has no BOS, an id is outside the vocabulary, or the
@@ -119,9 +123,11 @@ class Tokenizer:
             template = _environment().from_string(self._template)
             return template.render(
                 messages=list(messages),
+                tools=None,  # some templates ask whether these are none, not whether they are there
+                documents=None,
                 add_generation_prompt=True,
                 bos_token=self._token(self.bos_id),
-                eos_token="",
+                eos_token=self._eos_token(),
             )
         except Exception as error:  # a template runs code: besides its own TemplateError it raises what Python does
             raise PromptError(f"the chat template refuses these messages: {error}") from None
@@ -129,9 +135,26 @@ class Tokenizer:
     def _token(self, token_id: int | None) -> str:
         return (self.backend.id_to_token(token_id) or "") if token_id is not None else ""
 
+    def _eos_token(self) -> str | Undefined:
+        """Return the one token that ends a sequence; of several the bundle does not say which the template means."""
+        if len(self._eos_ids) > 1:
+            names = ", ".join(self._token(i) for i in self._eos_ids)
+            return StrictUndefined(hint=f"it uses eos_token, and this model has several: {names}; give text or ids")
+        return self._token(self._eos_ids[0]) if self._eos_ids else ""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
+
+
+class _Generation(Extension):
+    """The tag ``{% generation %}``, which marks the assistant's words for training; here they are words like any."""
+
+    tags = {"generation"}  # noqa: RUF012 -- as the base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -140,11 +163,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kvrelay.cli.json_lines import json_lines_file
 
 
 def kvrelay(*args: object, close_stdout: bool = False, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -109,6 +110,16 @@ def test_a_trace_through_a_link_or_into_a_pipe_leaves_both_in_place(llama_bundle
     assert len(real.read_text().splitlines()) == 3
 
 
+def test_a_new_file_is_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with json_lines_file("--trace", tmp_path / "new.jsonl") as write:
+            write({})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new.jsonl").stat().st_mode & 0o777 == 0o640
+
+
 def test_input_that_is_no_text_is_one_line(llama_bundle: Path) -> None:
     bad = b"a\xff"
     for errors in ("strict", "surrogateescape"):
@@ -191,6 +202,13 @@ def test_bench_compares_plain_decoding_with_each_draft(llama_bundle: Path, tmp_p
     assert {r["prompt"] for r in rows} == {"a", "b"}
     assert all(r["tokens_per_second"] > 0 for r in rows)
     assert_one_clear_line(kvrelay("bench", llama_bundle, *options, "-n", 1), "--max-new-tokens 1")
+    again = kvrelay("bench", llama_bundle, *options, "--drafts", "none,ngram, ngram")
+    assert again.returncode == 0, again.stderr
+    assert {r["case"] for r in json.loads(again.stdout)["rows"]} == {c for c in cases if "skip" not in c}
+    prompts.write_text(json.dumps({"a": "hello", "long": "x" * (255 - 3)}))
+    assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "'long' has 255 tokens", "shorten it")
+    prompts.write_text(json.dumps({"a": "hello", "longer": "x" * 300}))
+    assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "'longer'", "303 tokens", "256")
     prompts.write_text("{}")
     assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "at least one prompt")
     prompts.write_text("[1]")
@@ -231,6 +249,21 @@ def test_interrupt_ends_with_the_text_so_far(llama_bundle: Path, tmp_path: Path)
     assert "Traceback" not in err
     assert out.endswith("\n")
     assert 1 < len(trace.read_text().splitlines()) < 200
+
+
+@pytest.mark.parametrize("module", ["numpy", "kvrelay.cli.run"])
+def test_an_interrupt_of_the_start_is_one_line(module: str) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from kvrelay_command import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr == "kvrelay: interrupted\n"
 
 
 def test_export_reports_bad_input_in_one_line(tmp_path: Path) -> None:

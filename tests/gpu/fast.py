@@ -23,7 +23,7 @@ def verify_over_decode(s: Setting) -> Outcome:
     for entry in s.bundle.engines(role="verify", precision=s.precision):
         if entry.batch == 1 and entry.sequence:
             passes[entry.sequence] = bind(box, entry, cache)
-    ms = measure({str(n): Pattern(bound, bound) for n, bound in passes.items()})
+    ms = measure({str(n): Pattern(bound, bound) for n, bound in passes.items()}, s.bundle.target.capacity)
     ratios = {n: ms[n] / ms["1"] for n in ms}
     detail = f"decode {ms['1']:.2f} ms; " + ", ".join(f"verify({n}) {r:.2f}x" for n, r in ratios.items() if n != "1")
     return Outcome("verify over decode", "passed", detail, {"ms": ms, "ratio": ratios})

@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvrelay import BundleError, CacheDirectoryError, EngineError, Pipeline
+from kvrelay import BundleError, CacheDirectoryError, Engine, EngineError, KvrelayError, Pipeline
+from kvrelay.boxcache import cache_directory, lock
 from kvrelay.bundle import open_bundle
 from kvrelay.ort.prepared import prepare
 from rig import PROMPT, assert_same, plain
@@ -102,6 +104,25 @@ def test_a_manifest_that_is_no_json_object_is_refused(bundle: Path, content: str
     (bundle / "manifest.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(BundleError, match=r"manifest\.json (cannot be read|is not valid)"):
         open_bundle(bundle)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("fp32-decode", "0 fp32 engines of role decode, 1 is needed"),
+        ("fp32-prefill-1x16", "0 fp32 engines of role prefill"),
+        ("fp32-verify-", "precision='fp32': this bundle has int4"),
+        (("fp32-verify-", "int4-verify-"), "has no verify engine"),
+    ],
+)
+def test_a_manifest_that_lacks_an_engine_of_the_loop_is_refused(
+    bundle: Path, lost: str | tuple[str, ...], message: str
+) -> None:
+    edit(bundle, lambda m: m.update(engines=[e for e in m["engines"] if not e["name"].startswith(lost)]))
+    with pytest.raises(KvrelayError, match=message):
+        Pipeline(bundle, precision="fp32")
+    with pytest.raises(KvrelayError, match=message):
+        Engine(bundle, precision="fp32", window=4, group=1)
 
 
 def test_a_folder_without_a_manifest_and_no_folder_at_all_are_told_apart(tmp_path: Path) -> None:
@@ -269,6 +290,33 @@ def test_a_full_disk_is_one_clear_error(bundle: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(CacheDirectoryError, match=r"cannot write .*verified\.json: No space left .* free space"):
+        Pipeline(bundle)
+
+
+def test_waiting_for_another_process_is_told(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    plain(bundle)
+    told, waiting = [], threading.Event()
+
+    def progress(line: str) -> None:
+        told.append(line)
+        if line.startswith("waiting"):
+            waiting.set()
+
+    with lock(cache_directory(bundle)):
+        opening = threading.Thread(target=Pipeline, args=(bundle,), kwargs={"draft": "none", "progress": progress})
+        opening.start()
+        assert waiting.wait(60), told
+    opening.join(60)
+    assert not opening.is_alive()
+
+
+def test_a_cache_whose_lock_cannot_be_taken_is_one_clear_error(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    (cache_directory(bundle) / "lock").mkdir()
+    with pytest.raises(CacheDirectoryError, match=r"cannot lock .*lock: Is a directory; set KVRELAY_CACHE"):
         Pipeline(bundle)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvrelay import EngineError, MemoryBudgetError, Pipeline
+from kvrelay import EngineError, MemoryBudgetError, Pipeline, kv
+from kvrelay.bundle import open_bundle
 from kvrelay.drafts import draft_entry
 from kvrelay.kv import HandOver, KVCache, kv_bytes
 from kvrelay.ort.passes import OrtPass
@@ -176,3 +177,20 @@ def test_a_cache_that_cannot_fit_is_refused_with_both_numbers(llama_bundle: Path
     with pytest.raises(MemoryBudgetError, match=r"1000000000 slot\(s\) x 320 entries needs \d+ MiB, \d+ MiB are"):
         KVCache(model, range(3), slots=10**9)
     assert KVCache(model, range(3)).bytes == sum(t.nbytes for t in KVCache(model, range(3)).tensors.values())
+
+
+def test_a_cache_fits_into_what_a_container_leaves(
+    llama_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_bundle(llama_bundle).target
+    needed = kv_bytes(model, model.layers, 4, model.capacity)
+    monkeypatch.setattr(kv, "_CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 600000\n")
+    for limit, fits in ((needed + 400_000, True), (needed + 399_999, False), ("max", True)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        if fits:
+            assert KVCache(model, range(model.layers)).bytes == needed
+        else:
+            with pytest.raises(MemoryBudgetError, match="free memory"):
+                KVCache(model, range(model.layers))

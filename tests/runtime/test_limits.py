@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvrelay import ParameterError, Pipeline, PromptError
+from conftest import ExportTiny
+from kvrelay import Engine, ParameterError, Pipeline, PromptError
 from rig import PROMPT, Scripted, assert_same, oracle, plain, scripted, target_cache
 
 CONTEXT = 256
@@ -107,3 +108,13 @@ def test_a_window_that_was_not_exported_is_refused_with_the_list(llama_bundle: P
 def test_an_unknown_draft_is_refused_with_the_list(llama_bundle: Path, draft: str) -> None:
     with pytest.raises(ParameterError, match="none, ngram, self, int4"):
         Pipeline(llama_bundle, draft=draft)
+
+
+def test_a_bundle_with_a_short_context_is_measured_and_run_inside_it(export_tiny: ExportTiny) -> None:
+    bundle = export_tiny(context=20, verify=((1, 2), (1, 4)))
+    pipe = Pipeline(bundle)
+    result = pipe.generate(PROMPT, ignore_eos=True)
+    assert (len(result.token_ids), result.finish_reason) == (20 - len(PROMPT), "length")
+    with Engine(bundle, max_batch=2, window=4, group=1, draft="ngram") as engine:
+        batched = engine.submit(PROMPT, deterministic=True, ignore_eos=True).result(60)
+    assert_same(batched, result)

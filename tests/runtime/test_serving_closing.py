@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -120,3 +120,46 @@ def test_a_forked_process_is_told_to_make_its_own_engine(engine: Engine) -> None
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert len(engine.submit(PROMPT, max_new_tokens=2, ignore_eos=True).result(60).token_ids) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("wait", [lambda handle: handle.result(), lambda handle: list(handle.stream())])
+def test_a_handle_does_not_wait_in_a_forked_process(engine: Engine, wait: Callable[[Handle], Any]) -> None:
+    with Stepped(engine) as stepped:  # the loop stands still
+        ended = engine.submit(PROMPT, max_new_tokens=2, ignore_eos=True)
+        stepped.drain()
+        assert ended.done
+        handle = engine.submit(PROMPT, **LONG)
+        stepped.turn(2)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(60)  # ends what waits for ever
+                try:
+                    wait(handle)
+                except EngineError as error:
+                    code = 0 if f"in process {os.getppid()}" in str(error) else 2
+                handle.cancel()
+                assert len(ended.result().token_ids) == 2
+            except BaseException:
+                code = 3
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        handle.cancel()
+        stepped.drain()
+        assert handle.result(60).finish_reason == "cancelled"
+
+
+def test_a_request_is_counted_when_submit_returns(engine: Engine) -> None:
+    with Stepped(engine) as stepped:  # the loop stands still
+        before = engine.stats.submitted
+        handles = [engine.submit(PROMPT, max_new_tokens=2, ignore_eos=True) for _ in range(3)]
+        assert engine.stats.submitted == before + 3
+        stepped.drain()
+        assert [len(handle.result(60).token_ids) for handle in handles] == [2, 2, 2]
+        assert engine.stats.submitted == before + 3
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit(PROMPT)
+    assert engine.stats.submitted == before + 3

@@ -218,6 +218,12 @@ def test_a_share_of_faults_outside_its_range_is_refused(kind: str, share: Any) -
         Faults(**{kind: share})
 
 
+@pytest.mark.parametrize("seed", [-1, 0.5, "x", None, True])
+def test_a_seed_of_faults_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(ParameterError, match=f"faults: seed={seed!r}: a whole number of at least 0"):
+        Faults(seed=seed)
+
+
 # -- faults of the program itself ---------------------------------------------------------------------------------
 
 PLACES = [

@@ -10,8 +10,9 @@ from typing import Any
 
 import kvrelay
 import pytest
-from kvrelay import ParameterError, Pipeline, Result, ThreadCountError
-from rig import PROMPT, assert_same, plain
+from conftest import PREFILL
+from kvrelay import EngineError, ParameterError, Pipeline, Result, ThreadCountError
+from rig import PROMPT, assert_counted, assert_same, plain
 
 PROMPTS = [[(i * 37 + j * 11) % 250 + 4 for j in range(2 + i % 9)] for i in range(50)]
 
@@ -122,6 +123,86 @@ def test_a_stream_that_is_never_read_takes_no_slot(llama_bundle: Path) -> None:
         _ = stream.result
     stream.close()
     assert len(pipe._lanes.free) == 1
+    assert (stream.result.finish_reason, stream.result.token_ids, stream.result.text) == ("cancelled", [], "")
+
+
+def test_a_prompt_that_is_being_processed_is_cancelled_at_the_next_chunk(llama_bundle: Path) -> None:
+    pipe = plain(llama_bundle)
+    prompt = [(i * 7) % 250 + 4 for i in range(200)]
+    wanted = pipe.generate(prompt, max_new_tokens=5)
+    (lane,) = pipe._lanes.free
+    lane.tokens = []
+    stream = pipe.stream(prompt, max_new_tokens=5)
+    chunk, chunks = lane.target.prefill_chunk, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        if chunks == 2:
+            stream.cancel()
+        return chunk(*arguments)
+
+    lane.target.prefill_chunk = counted  # type: ignore[method-assign]
+    assert list(stream) == []
+    assert chunks == 2
+    assert (stream.result.finish_reason, stream.result.token_ids, stream.result.scores) == ("cancelled", [], [])
+    assert_counted(stream.result)
+    again = pipe.generate(prompt, max_new_tokens=5)
+    assert again.stats.reused_tokens == 2 * PREFILL, "what was processed is kept"
+    assert_same(again, wanted)
+
+
+def test_a_stream_cancelled_before_it_is_read_runs_nothing(llama_bundle: Path) -> None:
+    pipe = plain(llama_bundle)
+    stream = pipe.stream(PROMPT)
+    stream.cancel()
+    assert list(stream) == []
+    assert (stream.result.finish_reason, stream.result.token_ids) == ("cancelled", [])
+
+
+def test_a_generation_that_failed_has_no_result_but_its_error(llama_bundle: Path) -> None:
+    pipe = plain(llama_bundle)
+    (lane,) = pipe._lanes.free
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise EngineError("engine failed")
+
+    lane.target._run = fail  # type: ignore[method-assign]
+    stream = pipe.stream(PROMPT)
+    with pytest.raises(EngineError, match="engine failed"):
+        next(stream)
+    assert list(stream) == []
+    with pytest.raises(EngineError, match="engine failed"):
+        _ = stream.result
+
+
+def test_the_garbage_collector_may_give_a_slot_back_while_one_is_taken(
+    llama_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = plain(llama_bundle)
+    streams = [pipe.stream(PROMPT, max_new_tokens=9) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    streams.pop().close()
+    forgotten = [streams.pop()]
+    forgotten.append(forgotten)  # type: ignore[arg-type]  # a cycle: only the collector finds it
+    del stream, forgotten
+    reusable = pipe._lanes._reusable
+
+    def collecting(*arguments: Any) -> int:
+        gc.collect()
+        return reusable(*arguments)
+
+    monkeypatch.setattr(pipe._lanes, "_reusable", collecting)
+    thread = threading.Thread(target=pipe.generate, args=(PROMPT,), kwargs={"max_new_tokens": 2}, daemon=True)
+    gc.disable()
+    try:
+        thread.start()
+        thread.join(60)
+    finally:
+        gc.enable()
+    assert not thread.is_alive(), "the lane that comes back waits for the lock of the one that is taken"
+    assert len(pipe._lanes.free) == 2
 
 
 def test_a_trace_that_raises_gives_the_slot_back(llama_bundle: Path) -> None:

@@ -131,6 +131,36 @@ def test_a_template_that_fails_in_python_is_one_clear_error(bundle: Bundle, tmp_
         failing.encode([{"role": "user", "content": "x"}])
 
 
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0]['content'] }}{{ eos_token }}", "hi</s>"),
+        ("{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}!", "!"),
+        ("{{ {'b': '\u00e9', 'a': 1} | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}", "A"),
+        ("{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}.", "hi."),
+    ],
+)
+def test_a_template_has_what_hugging_face_gives_it(bundle: Bundle, tmp_path: Path, template: str, text: str) -> None:
+    own = tokenizer(bundle, tmp_path, adds_bos=False, template=template)
+    assert own.render(HI) == (text if text != "A" else '{"a":1,"b":"\\u00e9"}')
+
+
+def test_a_template_with_one_of_several_ends_of_sequence_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    generation = bundle.manifest.generation.model_copy(update={"eos_ids": [1, 3]})
+    several = replace(bundle, manifest=bundle.manifest.model_copy(update={"generation": generation}))
+    for template, fine in (("{{ messages[0]['content'] }}", True), ("{{ eos_token }}", False)):
+        tokenizer(several, tmp_path, adds_bos=False, template=template)
+        own = Tokenizer(replace(several, path=tmp_path))
+        if fine:
+            assert own.render(HI) == "hi"
+        else:
+            with pytest.raises(PromptError, match=r"this model has several: </s>, <\|assistant\|>"):
+                own.render(HI)
+
+
 def test_a_template_cannot_reach_the_machine(bundle: Bundle, tmp_path: Path) -> None:
     reaching = tokenizer(bundle, tmp_path, adds_bos=False, template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(PromptError):

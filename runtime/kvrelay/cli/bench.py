@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import ParameterError
+from ..errors import ParameterError, PromptError
 from ..pipeline import Pipeline
 from . import options as o
 from .table import output_console, share
@@ -103,8 +103,20 @@ def bench(
         "draft_backend": draft_backend,
         "draft_provider": draft_provider,
     }
-    first = o.open_pipeline(bundle, console, draft="none", window=None, exact=True, **settings)
-    names = [d for d in first.drafts if d != "none"] + ["auto"] if drafts is None else drafts.split(",")
+
+    def open_pipeline(draft: str, exact: bool) -> Pipeline:
+        wanted = None if draft in ("none", "auto") else window
+        with o.opening(bundle, console) as progress:
+            return Pipeline(bundle, draft=draft, window=wanted, exact=exact, progress=progress, **settings)
+
+    first = open_pipeline("none", True)
+    for name, prompt in texts.items():
+        try:
+            first.stream(prompt)
+        except PromptError as error:
+            raise ParameterError(f"--prompts {prompts}: {name!r}: {error}") from None
+    wanted = [*first.drafts, "auto"] if drafts is None else [name.strip() for name in drafts.split(",")]
+    names = [name for name in dict.fromkeys(wanted) if name != "none"]  # which is there anyway
     cases = [_Case("none", "none", True), _Case("none, not exact", "none", False)]
     cases += [_Case(name, name, exact) for name in names]
     if sampled:
@@ -114,10 +126,7 @@ def bench(
     for case in cases:
         key = (case.draft, case.exact)
         if key not in pipelines:
-            wanted = None if case.draft in ("none", "auto") else window
-            pipelines[key] = o.open_pipeline(
-                bundle, console, draft=case.draft, window=wanted, exact=case.exact, **settings
-            )
+            pipelines[key] = open_pipeline(*key)
     rows = _measure(cases, pipelines, texts, rounds, max_new_tokens, exact, console)
     if as_json:
         print(json.dumps({"precision": first.precision, "threads": first.threads, "rows": [asdict(r) for r in rows]}))
@@ -144,6 +153,11 @@ def _measure(
                     result = pipelines[case.draft, case.exact].generate(
                         messages, max_new_tokens=tokens, ignore_eos=True, temperature=case.temperature, seed=7
                     )
+                    if not result.stats.passes:
+                        raise ParameterError(
+                            f"--prompts: {name!r} has {result.stats.prompt_tokens} tokens, which leaves the context "
+                            "room for one more alone: shorten it, or export with a larger --context"
+                        )
                     if round_number:
                         runs[case.label, name].append(result.stats)
     rows = []

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from ..errors import PromptError
+from ..pipeline import Pipeline
 from . import options as o
 from .run import cancel_on_interrupt
 from .table import share
@@ -32,25 +33,28 @@ def chat(
     top_p: o.TopP = 1.0,
     min_p: o.MinP = 0.0,
     repetition_penalty: o.RepetitionPenalty = 1.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
+    presence_penalty: o.PresencePenalty = 0.0,
     seed: o.Seed = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
     """Chat; an empty line or Ctrl-D ends it, Ctrl-C stops an answer. Earlier turns stay in the KV cache."""
     o.require_output()
     console = Console(stderr=True)
-    pipeline = o.open_pipeline(
-        bundle,
-        console,
-        draft=draft,
-        window=window,
-        precision=precision,
-        threads=threads,
-        exact=exact,
-        backend=backend,
-        provider=provider,
-        draft_backend=draft_backend,
-        draft_provider=draft_provider,
-    )
+    with o.opening(bundle, console) as progress:
+        pipeline = Pipeline(
+            bundle,
+            draft=draft,
+            window=window,
+            precision=precision,
+            threads=threads,
+            exact=exact,
+            backend=backend,
+            provider=provider,
+            draft_backend=draft_backend,
+            draft_provider=draft_provider,
+            progress=progress,
+        )
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         try:
@@ -70,6 +74,8 @@ def chat(
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
             seed=seed,
         )
         with cancel_on_interrupt(stream):

@@ -39,7 +39,7 @@ def json_lines_file(option: str, path: Path) -> Iterator[Callable[[Any], None]]:
         return
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     except OSError as error:
         raise ParameterError(f"{option} {path}: {error.strerror or error}") from None
     try:
@@ -51,3 +51,9 @@ def json_lines_file(option: str, path: Path) -> Iterator[Callable[[Any], None]]:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # there is no way to read it but to set it
+    os.umask(mask)
+    return mask

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from ..errors import ParameterError
-from ..pipeline import Pipeline
 from ..place import BACKENDS
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "TopK",
     "TopP",
     "Window",
-    "open_pipeline",
     "opening",
     "require_output",
 ]
@@ -81,37 +79,6 @@ def require_output(instead: str | None = None) -> None:
     if sys.stdout is None:
         way_out = "open it" if instead is None else f"open it, or name a file with {instead}"
         raise ParameterError(f"the output is to be written to standard output, which is closed: {way_out}")
-
-
-def open_pipeline(
-    bundle: Path,
-    console: Console,
-    *,
-    draft: str,
-    window: int | None,
-    precision: str | None,
-    threads: int | None,
-    exact: bool,
-    backend: str,
-    provider: str | None,
-    draft_backend: str | None,
-    draft_provider: str | None,
-) -> Pipeline:
-    """Open a pipeline while ``console`` shows what takes long."""
-    with opening(bundle, console) as progress:
-        return Pipeline(
-            bundle,
-            draft=draft,
-            window=window,
-            precision=precision,
-            threads=threads,
-            exact=exact,
-            backend=backend,
-            provider=provider,
-            draft_backend=draft_backend,
-            draft_provider=draft_provider,
-            progress=progress,
-        )
 
 
 @contextlib.contextmanager

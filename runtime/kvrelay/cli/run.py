@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ParameterError
-from ..pipeline import Stream
+from ..pipeline import Pipeline, Stream
 from . import options as o
 from .json_lines import json_lines_file
 from .table import stats_table
@@ -58,19 +58,20 @@ def run(
     messages: Any = text
     if not raw:
         messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
-    pipeline = o.open_pipeline(
-        bundle,
-        console,
-        draft=draft,
-        window=window,
-        precision=precision,
-        threads=threads,
-        exact=exact,
-        backend=backend,
-        provider=provider,
-        draft_backend=draft_backend,
-        draft_provider=draft_provider,
-    )
+    with o.opening(bundle, console) as progress:
+        pipeline = Pipeline(
+            bundle,
+            draft=draft,
+            window=window,
+            precision=precision,
+            threads=threads,
+            exact=exact,
+            backend=backend,
+            provider=provider,
+            draft_backend=draft_backend,
+            draft_provider=draft_provider,
+            progress=progress,
+        )
     file = contextlib.nullcontext() if trace is None else json_lines_file("--trace", trace)
     with file as write_event:
         stream = pipeline.stream(
