@@ -3,7 +3,8 @@
     python tests/bench/genai_build.py CHECKPOINT_OUT          # with kvrelay's environment: saves the checkpoint
     python tests/bench/genai_build.py CHECKPOINT_OUT --build  # with genai's environment: builds fp32 and int4
 
-Two environments, because the two projects must not share one.
+Two environments, because the two projects must not share one. Genai's was made with onnxruntime-genai 0.18.0, onnx,
+onnx-ir, torch and transformers 5: its builder imports models that transformers 4 does not have.
 """
 
 from __future__ import annotations
