@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ExportTiny
 from kvrelay import Engine, ParameterError, Pipeline, PromptError
 from rig import PROMPT, Scripted, assert_same, oracle, plain, scripted, target_cache
 
@@ -110,7 +109,7 @@ def test_an_unknown_draft_is_refused_with_the_list(llama_bundle: Path, draft: st
         Pipeline(llama_bundle, draft=draft)
 
 
-def test_a_bundle_with_a_short_context_is_measured_and_run_inside_it(export_tiny: ExportTiny) -> None:
+def test_a_bundle_with_a_short_context_is_measured_and_run_inside_it(export_tiny: Any) -> None:
     bundle = export_tiny(context=20, verify=((1, 2), (1, 4)))
     pipe = Pipeline(bundle)
     result = pipe.generate(PROMPT, ignore_eos=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 import kvrelay
 import pytest
-from conftest import PREFILL
 from kvrelay import EngineError, ParameterError, Pipeline, Result, ThreadCountError
 from rig import PROMPT, assert_counted, assert_same, plain
+
+PREFILL = 16  # tokens of the tiny bundle's prefill chunk
 
 PROMPTS = [[(i * 37 + j * 11) % 250 + 4 for j in range(2 + i % 9)] for i in range(50)]
 
