@@ -265,15 +265,17 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(
     assert_one_clear_line(run(small, *ON_RTX), "no folder for the box's cache can be written", "set KVRELAY_CACHE")
 
 
-@pytest.mark.parametrize("taken", [FOLDER, f"{FOLDER}/lock"])
-def test_a_plan_folder_that_cannot_be_used_is_one_clear_line(small: Path, taken: str) -> None:
+@pytest.mark.parametrize(
+    ("taken", "message"), [(FOLDER, "plans cannot be written to {}"), (f"{FOLDER}/lock", "cannot lock {}/lock")]
+)
+def test_a_plan_folder_that_cannot_be_used_is_one_clear_line(small: Path, taken: str, message: str) -> None:
     place = cache_directory(small) / taken
     if taken == FOLDER:
         place.write_text("a file where the folder would be")
     else:
         place.mkdir(parents=True)
     folder = cache_directory(small) / FOLDER
-    assert_one_clear_line(run(small, *ON_RTX), f"plans cannot be written to {folder}", "set KVRELAY_CACHE")
+    assert_one_clear_line(run(small, *ON_RTX), message.format(folder), "set KVRELAY_CACHE")
 
 
 @pytest.mark.parametrize("most", [2**31, 10**20])

@@ -114,13 +114,8 @@ class Build:
             plan = publish_plan(self._folder, entry, self._key(entry), data)
             return Built(entry, plan, time.perf_counter() - start, log.remarks())
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        waiting = "waiting for another build of this bundle"
-        with contextlib.ExitStack() as held:
-            with _explained(self._folder):
-                held.enter_context(lock(self._folder, lambda: self._progress(waiting)))
-            yield
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        return lock(self._folder, lambda: self._progress("waiting for another build of this bundle"))
 
     def _whole_plan(self, entry: EngineEntry, progress: Progress) -> Plan | None:
         plan = stored_plan(self._folder, entry, self._key(entry))
