@@ -57,6 +57,7 @@ class GgufTokenizer:
 
     tokenizer: Tokenizer
     bos_id: int | None
+    eos_id: int | None
     eos_ids: list[int]
     chat_template: str | None
 
@@ -96,10 +97,12 @@ def read_tokenizer(file: GgufFile, converted: Tokenizer | None) -> GgufTokenizer
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     else:
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    found = [read(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    eos_id = read("eos_token_id")
+    found = [eos_id, read("eot_token_id"), read("eom_token_id")]
     return GgufTokenizer(
         tokenizer=tokenizer,
         bos_id=bos_id if isinstance(bos_id, int) else None,
+        eos_id=eos_id if isinstance(eos_id, int) else None,
         eos_ids=[i for i in found if isinstance(i, int)],
         chat_template=file.read("tokenizer.chat_template"),
     )

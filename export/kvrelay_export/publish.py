@@ -66,7 +66,7 @@ def write_manifest(
         weights=file_entry(weights),
         tokenizer=file_entry(folder / "tokenizer.json"),
         chat_template=template,
-        generation=Generation(bos_id=checkpoint.bos_id, eos_ids=checkpoint.eos_ids),
+        generation=Generation(bos_id=checkpoint.bos_id, eos_id=checkpoint.eos_id, eos_ids=checkpoint.eos_ids),
     )
     (folder / "manifest.json").write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
 

@@ -41,6 +41,7 @@ class Checkpoint:
     vocab_size: int  # ids the tokenizer knows
     chat_template: str | None
     bos_id: int | None
+    eos_id: int | None  # the tokenizer's own
     eos_ids: list[int]
 
 
@@ -153,12 +154,14 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
     if file:
         file.correct_model(model)
         read = read_tokenizer(file, getattr(tokenizer, "backend_tokenizer", None))
-        backend, bos_id, eos, template = read.tokenizer, read.bos_id, [read.eos_ids], read.chat_template
+        backend, bos_id, eos_id, template = read.tokenizer, read.bos_id, read.eos_id, read.chat_template
+        eos = [read.eos_ids]
     else:
         if not getattr(tokenizer, "is_fast", False):
             raise ExportError(f"{path} has no fast tokenizer (tokenizer.json): the runtime needs one")
-        backend, bos_id, template = tokenizer.backend_tokenizer, tokenizer.bos_token_id, tokenizer.chat_template
-        eos = [tokenizer.eos_token_id, model.generation_config.eos_token_id, model.config.eos_token_id]
+        backend, bos_id, eos_id = tokenizer.backend_tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id
+        template = tokenizer.chat_template
+        eos = [eos_id, model.generation_config.eos_token_id, model.config.eos_token_id]
     backend.no_truncation()
     backend.no_padding()
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -177,6 +180,7 @@ def load_checkpoint(source: str, name: str | None = None) -> Checkpoint:
         vocab_size=vocab_size,
         chat_template=_chat_template(template),
         bos_id=bos_id,
+        eos_id=eos_id,
         eos_ids=_merge(eos),
     )
 

@@ -111,7 +111,8 @@ class Generation(Strict):
     """Token facts and defaults that generation starts from."""
 
     bos_id: int | None
-    eos_ids: list[int]
+    eos_id: int | None  # the tokenizer's own, which a chat template means
+    eos_ids: list[int]  # all that end a generation
 
 
 class Manifest(Strict):

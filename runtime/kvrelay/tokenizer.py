@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, Undefined, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,7 +42,7 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise BundleError(f"{path} cannot be read: {error}") from None
         self.bos_id = manifest.generation.bos_id
-        self._eos_ids = manifest.generation.eos_ids
+        self._eos_id = manifest.generation.eos_id
         self.vocab_size = bundle.target.vocab_size
         self._template: str | None = None
         if manifest.chat_template is not None:
@@ -127,20 +127,13 @@ class Tokenizer:
                 documents=None,
                 add_generation_prompt=True,
                 bos_token=self._token(self.bos_id),
-                eos_token=self._eos_token(),
+                eos_token=self._token(self._eos_id),
             )
         except Exception as error:  # a template runs code: besides its own TemplateError it raises what Python does
             raise PromptError(f"the chat template refuses these messages: {error}") from None
 
     def _token(self, token_id: int | None) -> str:
         return (self.backend.id_to_token(token_id) or "") if token_id is not None else ""
-
-    def _eos_token(self) -> str | Undefined:
-        """Return the one token that ends a sequence; of several the bundle does not say which the template means."""
-        if len(self._eos_ids) > 1:
-            names = ", ".join(self._token(i) for i in self._eos_ids)
-            return StrictUndefined(hint=f"it uses eos_token, and this model has several: {names}; give text or ids")
-        return self._token(self._eos_ids[0]) if self._eos_ids else ""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens."""

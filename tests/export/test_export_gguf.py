@@ -144,10 +144,11 @@ def test_end_tokens_are_those_of_the_metadata_alone(tmp_path: Path) -> None:
     """The config that transformers makes of a GGUF file has Llama's defaults: 1 and 2."""
     path = write_gguf(tmp_path / "a.gguf", made(), tokenizer__ggml__eos_token_id=3, tokenizer__ggml__bos_token_id=0)
     checkpoint = load_checkpoint(str(path))
-    assert checkpoint.eos_ids == [3]
+    assert (checkpoint.eos_id, checkpoint.eos_ids) == (3, [3])
     assert checkpoint.bos_id == 0
     more = {"tokenizer__ggml__eot_token_id": 2, "tokenizer__ggml__eom_token_id": 3}
-    assert load_checkpoint(str(write_gguf(tmp_path / "b.gguf", made(), **more))).eos_ids == [1, 2, 3]
+    several = load_checkpoint(str(write_gguf(tmp_path / "b.gguf", made(), **more)))
+    assert (several.eos_id, several.eos_ids) == (1, [1, 2, 3])
 
 
 @pytest.mark.parametrize("keep", [0, 3, 200, 0.5, 0.999])

@@ -41,7 +41,9 @@ def test_tokenizer_template_and_sizes_arrive(model: Path) -> None:
 def test_end_tokens_of_tokenizer_generation_config_and_config_are_merged(model: Path) -> None:
     edit(model / "generation_config.json", eos_token_id=[2, 7])
     edit(model / "config.json", eos_token_id=9)
-    assert load_checkpoint(str(model)).eos_ids == [1, 2, 7, 9]
+    checkpoint = load_checkpoint(str(model))
+    assert checkpoint.eos_ids == [1, 2, 7, 9]
+    assert checkpoint.eos_id == 1
 
 
 def test_a_model_without_generation_config_keeps_the_tokenizer_s_end_token(model: Path) -> None:

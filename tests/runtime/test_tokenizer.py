@@ -148,17 +148,10 @@ def test_a_template_has_what_hugging_face_gives_it(bundle: Bundle, tmp_path: Pat
     assert own.render(HI) == (text if text != "A" else '{"a":1,"b":"\\u00e9"}')
 
 
-def test_a_template_with_one_of_several_ends_of_sequence_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    generation = bundle.manifest.generation.model_copy(update={"eos_ids": [1, 3]})
+def test_a_template_means_the_tokenizers_own_end_of_several(bundle: Bundle, tmp_path: Path) -> None:
+    generation = bundle.manifest.generation.model_copy(update={"eos_ids": [1, 3], "eos_id": 3})
     several = replace(bundle, manifest=bundle.manifest.model_copy(update={"generation": generation}))
-    for template, fine in (("{{ messages[0]['content'] }}", True), ("{{ eos_token }}", False)):
-        tokenizer(several, tmp_path, adds_bos=False, template=template)
-        own = Tokenizer(replace(several, path=tmp_path))
-        if fine:
-            assert own.render(HI) == "hi"
-        else:
-            with pytest.raises(PromptError, match=r"this model has several: </s>, <\|assistant\|>"):
-                own.render(HI)
+    assert tokenizer(several, tmp_path, adds_bos=False, template="{{ eos_token }}").render(HI) == "<|assistant|>"
 
 
 def test_a_template_cannot_reach_the_machine(bundle: Bundle, tmp_path: Path) -> None:

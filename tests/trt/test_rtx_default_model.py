@@ -84,7 +84,7 @@ def unchecked_bundle(folder: Path) -> Bundle:
         weights=file_entry(weights.path),
         tokenizer=file_entry(weights.path),  # not looked at
         chat_template=None,
-        generation=Generation(bos_id=None, eos_ids=[]),
+        generation=Generation(bos_id=None, eos_id=None, eos_ids=[]),
     )
     (folder / "manifest.json").write_text(manifest.model_dump_json())
     return Bundle(folder, manifest)
