@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version as _version
+
 from .errors import (
     BackendMissingError,
     BundleError,
@@ -55,6 +57,9 @@ __all__ = [
     "Stats",
     "Stream",
     "ThreadCountError",
+    "__version__",
     "read_receipt",
     "use_threads",
 ]
+
+__version__ = _version("kvrelay")

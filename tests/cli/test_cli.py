@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,21 @@ def test_bench_compares_plain_decoding_with_each_draft(llama_bundle: Path, tmp_p
     assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "at least one prompt")
     prompts.write_text("[1]")
     assert_one_clear_line(kvrelay("bench", llama_bundle, *options), "--prompts")
+
+
+def test_bench_without_exactness_measures_a_precision_that_has_none(variants_bundle: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text('{"a": "hello"}')
+    options = ["--precision", "int8-dynamic", "--prompts", prompts, "--rounds", 1, "-n", 4, "--drafts", "ngram"]
+    assert_one_clear_line(kvrelay("bench", variants_bundle, *options), "int8-dynamic")
+    done = kvrelay("bench", variants_bundle, *options, "--no-exact", "--json")
+    assert done.returncode == 0, done.stderr
+    assert {r["case"] for r in json.loads(done.stdout)["rows"]} == {"none, not exact", "ngram"}
+
+
+def test_the_version_is_printed() -> None:
+    done = kvrelay("--version")
+    assert (done.returncode, done.stdout) == (0, f"{version('kvrelay')}\n")
 
 
 def test_chat_reuses_earlier_turns_and_ends_at_an_empty_line(llama_bundle: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -28,6 +29,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(version("kvrelay"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 @app.command(
