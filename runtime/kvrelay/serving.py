@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -85,7 +86,8 @@ class Engine:
         place = place_of(backend, provider)
         draft_place = draft_place_of(place, draft_backend, draft_provider)
         self._bundle = open_bundle(bundle)
-        self._folder = str(self._bundle.path.resolve())  # now: the process may change its working directory
+        # Now: the process may change its working directory. A name that is no UTF-8 is shown, or no receipt could be.
+        self._folder = os.fsencode(self._bundle.path.resolve()).decode(errors="backslashreplace")
         self.precision = one_of("precision", precision, self._bundle.precisions())
         self.max_batch, self.window, self.group = int(max_batch), int(window), int(group)
         self.drafts = check_draft(self._bundle, self.precision, draft)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator
@@ -411,6 +413,15 @@ def test_a_receipt_names_the_bundles_folder_wherever_the_process_stands(
                 gone.rmdir()
             receipt = engine.submit(PROMPT, deterministic=True, max_new_tokens=3).result(60).receipt
             assert receipt is not None and Path(receipt.bundle) == batch_bundle.resolve()
+
+
+def test_a_receipt_shows_a_folder_that_is_no_utf8(batch_bundle: Path, tmp_path: Path) -> None:
+    real = shutil.copytree(batch_bundle, tmp_path / os.fsdecode(b"r\xe9al"))
+    with Engine(real, max_batch=1, window=8, group=1) as engine:
+        receipt = engine.submit(PROMPT, deterministic=True, max_new_tokens=3).result(60).receipt
+    assert receipt is not None and receipt.bundle.endswith(r"r\xe9al")
+    receipt.save(tmp_path / "receipt.json")
+    assert read_receipt(tmp_path / "receipt.json") == receipt
 
 
 def test_a_receipt_is_saved_and_read_under_a_name_or_a_path(engine: Engine, tmp_path: Path) -> None:
