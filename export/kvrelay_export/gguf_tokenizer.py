@@ -2,7 +2,8 @@
 
 Byte-level BPE is built here: transformers adds special tokens of its own to it, drops some of the file's, and splits
 text as GPT-2 does where it does not know better. Which splitting a model was trained with is named by
-``tokenizer.ggml.pre``; the patterns below are the ones of the models' own tokenizer files.
+``tokenizer.ggml.pre``; the patterns below are the ones of the models' own tokenizer files. Of a SentencePiece
+vocabulary transformers recovers the merges right, but not where a space is put before the text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from .errors import ExportError
 from .gguf_file import GgufFile
@@ -18,6 +19,7 @@ from .gguf_file import GgufFile
 __all__ = ["GgufTokenizer", "read_tokenizer"]
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_SPACE = "\u2581"  # how SentencePiece spells a space
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -67,11 +69,11 @@ def read_tokenizer(file: GgufFile, converted: Tokenizer | None) -> GgufTokenizer
 
     Args:
         file: the file.
-        converted: what transformers makes of it; used for kinds other than byte-level BPE.
+        converted: what transformers makes of it; used for SentencePiece.
 
     Raises:
-        ExportError: the file has no tokenizer, or names a splitting that is not known here; guessing one would change
-            every prompt.
+        ExportError: the file has no tokenizer, one of another kind, or names a splitting that is not known here;
+            guessing one would change every prompt.
     """
 
     def read(key: str) -> Any:
@@ -80,10 +82,13 @@ def read_tokenizer(file: GgufFile, converted: Tokenizer | None) -> GgufTokenizer
     kind, pre = read("model"), read("pre")
     if kind == "gpt2":
         tokenizer = _byte_level_bpe(file, pre)
-    elif converted is not None and kind is not None:
-        tokenizer = converted
+    elif kind == "llama" and converted is not None:
+        tokenizer = _sentencepiece(converted, prefix=read("add_space_prefix") is not False)
     else:
-        raise ExportError(f"{file.name} has no tokenizer: export from the model's Hugging Face directory instead")
+        raise ExportError(
+            f"{file.name}: tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama. "
+            "Export from the model's Hugging Face directory instead"
+        )
     adds_bos = read("add_bos_token")
     if adds_bos is None:
         adds_bos = kind == "llama" or _ADDS_BOS.get(str(pre), False)
@@ -131,4 +136,17 @@ def _byte_level_bpe(file: GgufFile, pre: Any) -> Tokenizer:
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         elif kind == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    return tokenizer
+
+
+def _sentencepiece(tokenizer: Tokenizer, *, prefix: bool) -> Tokenizer:
+    """Put a space before the text, even before one, and after each special token, as SentencePiece and llama.cpp do."""
+    marks = [normalizers.Replace(" ", _SPACE)]
+    strips = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        marks.insert(0, normalizers.Prepend(_SPACE))
+        strips.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(marks)
+    tokenizer.pre_tokenizer = None
+    tokenizer.decoder = decoders.Sequence(strips)
     return tokenizer

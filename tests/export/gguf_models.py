@@ -54,6 +54,7 @@ def write_gguf(
     pre: str | None = "smollm",
     tokens: list[str] | None = None,
     merges: list[tuple[str, str]] | None = None,
+    pieces: list[tuple[str, float, int]] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     without: tuple[str, ...] = (),
     **metadata: Any,
@@ -67,6 +68,7 @@ def write_gguf(
         pre: ``tokenizer.ggml.pre``, or None to leave it out.
         tokens: of the tokenizer; the first are special.
         merges: of the tokenizer.
+        pieces: a SentencePiece vocabulary instead: text, score and type of each token.
         tensors: more tensors.
         without: tensors left out.
         metadata: more keys, with "__" for ".".
@@ -93,12 +95,17 @@ def write_gguf(
         tokens, merges = vocabulary(config.vocab_size)
     special = len(CONTROL)
     kinds = [3 if i < special else 4 if i < special + len(USER_DEFINED) else 1 for i in range(len(tokens))]
-    writer.add_tokenizer_model("gpt2")
+    if pieces is not None:
+        tokens, scores, kinds = (list(column) for column in zip(*pieces, strict=True))
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores(scores)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_merges([" ".join(merge) for merge in merges or []])
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(merge) for merge in merges or []])
     writer.add_chat_template(TEMPLATE)
     settings = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
     settings |= {key.replace("__", "."): value for key, value in metadata.items()}
