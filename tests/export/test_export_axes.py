@@ -1,4 +1,4 @@
-"""G8: nothing of the example that was traced is left in an engine: neither sizes nor positions."""
+"""Nothing of the example that was traced is left in an engine: neither sizes nor positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""G2 and G4: a model read from GGUF is the model that was written to it."""
+"""A model read from GGUF is the model that was written to it."""
 
 from __future__ import annotations
 

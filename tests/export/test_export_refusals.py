@@ -1,4 +1,4 @@
-"""G4 and G6: what cannot be exported faithfully is refused by the config key that stands in the way."""
+"""What cannot be exported faithfully is refused by the config key that stands in the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""G4: every supported scaling of the rotation is applied, however the config spells it."""
+"""Every supported scaling of the rotation is applied, however the config spells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""G1: sizes of the cache come from the config, not from hidden size over heads."""
+"""Sizes of the cache come from the config, not from hidden size over heads."""
 
 from __future__ import annotations
 

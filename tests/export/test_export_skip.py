@@ -1,4 +1,4 @@
-"""K1: layer-skipping drafts, and the search for what can be skipped."""
+"""Layer-skipping drafts, and the search for what can be skipped."""
 
 from __future__ import annotations
 
